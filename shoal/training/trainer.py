@@ -403,11 +403,13 @@ class Trainer:
                 f"stopped after step {self.step}, which is saved; resume with: shoal train --resume {self.folder}"
             )
             return
-        prompt = self.config.metrics.sample_prompt
+        prompt, sample = sample_run(
+            self.folder, self.config, self.shape, self.samples["validation"], self.display.note
+        )
         self.display.finish(
             folder=self.folder,
             seconds=time.monotonic() - self.begin,
             validation_loss=self.validation_loss,
             prompt=prompt,
-            sample=sample_run(self.folder, self.config, self.shape, self.display.note).removeprefix(prompt),
+            sample=sample,
         )

@@ -28,7 +28,7 @@ def corpus(tmp_path_factory) -> Path:
 def base_config(corpus, tmp_path_factory) -> Path:
     """The TOML file of `base_run`."""
     path = tmp_path_factory.mktemp("config") / "small.toml"
-    metrics = {"sample_prompt": "def main(", "tensorboard": True}
+    metrics = {"sample_prompt": None, "tensorboard": True}
     train = {"steps": BASE_STEPS, "validate_every": BASE_STEPS // 2}
     save_config(small_config(corpus, FOUR_RANKS, train=train, metrics=metrics), path)
     return path

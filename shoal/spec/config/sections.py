@@ -244,8 +244,9 @@ class MetricsConfig(Section):
     histograms: NonNegativeInt = 0
     """Steps between histograms of weights, gradients and activations, for `shoal report`; 0 records none."""
 
-    sample_prompt: str = "def main("
-    """Text that the trained model continues at the end of a run, to show what it learned; empty generates none."""
+    sample_prompt: str | None = None
+    """Text that the trained model continues at the end of a run, to show what it learned (default: some held-out words
+    of its data); empty generates none."""
 
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.base.errors import UsageError
+from shoal.engine.data.batches import Dataset
 from shoal.engine.data.tokenizer import Tokenizer
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
@@ -18,6 +20,7 @@ Show = Callable[[str], object]
 """Callback that gets a text piece by piece, as soon as each piece is certain."""
 
 SAMPLED_PARAMETERS = 1_000_000_000  # of a run's model; a larger one may not fit into one host
+LONGEST_PROMPT = 60  # characters
 UNDECODED = "\ufffd"  # at the end of a text: the first bytes of a character
 
 
@@ -115,25 +118,45 @@ def sample_on_rank(
     return [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 
 
-def sample_run(folder: Path, config: RunConfig, shape: ModelShape, note: Callable[[str], object]) -> str:
-    """Return `metrics.sample_prompt` with a text that a run's saved model generates in this process.
+def find_words(text: str) -> str:
+    """Return up to four words with which a line of a text begins; "" if no line has a letter.
+
+    The text may begin and end inside a line or a character.
+
+    >>> find_words("f the sea.\\nIt was a bright cold day in April")
+    'It was a bright'
+    """
+    lines = (text.partition("\n")[2] or text.partition(" ")[2] or text).strip(UNDECODED).splitlines()
+    line = next((line for line in lines if any(map(str.isalpha, line))), "")
+    return " ".join(line.split()[:4])[:LONGEST_PROMPT]
+
+
+def sample_run(
+    folder: Path, config: RunConfig, shape: ModelShape, held_out: Dataset, note: Callable[[str], object]
+) -> tuple[str, str]:
+    """Return a prompt and the text that a run's saved model generates after it, in this process.
 
     Args:
-        note: called with the reason if it generates none; the text is then empty.
+        held_out: the run's data for validation, from which the prompt is taken unless `metrics.sample_prompt` gives it.
+        note: called with the reason if no text is generated; both texts are then empty.
     """
-    prompt = config.metrics.sample_prompt
+    given = config.metrics.sample_prompt
     if config.model.module:
         note("the weights: shoal.load_checkpoint(folder of a checkpoint, prefix='model.')")
-    elif prompt and shape.experts is not None and shape.experts.gate == "expert-choice":
+    elif given == "":
+        pass
+    elif shape.experts is not None and shape.experts.gate == "expert-choice":
         note("no sample: expert-choice routing needs complete sequences, not one token at a time")
-    elif prompt and shape.parameters() > SAMPLED_PARAMETERS:
-        note(f"generate text with: shoal sample {folder} '{prompt}'")
-    elif prompt:
+    elif shape.parameters() > SAMPLED_PARAMETERS:
+        note(f"generate text with: shoal sample {folder} {shlex.quote(given or 'TEXT')}")
+    else:
         try:
             source = open_source(folder)
-            one_device = source.on(Layout(), train={"precision": "fp32", "device": "cpu"})
-            sampling = Sampling(max_tokens=160, temperature=0.7, seed=config.train.seed)
-            return sample_on_rank(source, one_device, [prompt], sampling)[0]
+            if prompt := given or find_words(source.tokenizer.decode(held_out.batch([0]).tokens[0].tolist())):
+                one_device = source.on(Layout(), train={"precision": "fp32", "device": "cpu"})
+                sampling = Sampling(max_tokens=160, temperature=0.7, seed=config.train.seed)
+                [text] = sample_on_rank(source, one_device, [prompt], sampling)
+                return prompt, text.removeprefix(prompt)
         except UsageError as error:  # the run is complete and saved, even if its files have changed since
             note(f"no sample: {error}")
-    return ""
+    return "", ""

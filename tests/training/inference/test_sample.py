@@ -27,7 +27,7 @@ from shoal.spec.config import build_config
 from shoal.spec.layout import Layout
 from shoal.training.check import check
 from shoal.training.inference.generate import Sampling, draw, generate
-from shoal.training.inference.sample import Continuation, encode_prompts
+from shoal.training.inference.sample import Continuation, encode_prompts, find_words
 from shoal.training.inference.source import load_model, open_source, read_any_length
 from shoal.training.records.metrics import read_metrics
 from shoal.training.step.engine import Engine
@@ -276,6 +276,15 @@ def test_any_text_is_printed_whatever_letters_the_terminal_has(tied, monkeypatch
 
 def test_any_temperature_gives_a_text(tied):
     assert write(tied[1], temperature=1e-320, max_tokens=4) == write(tied[1], temperature=0, max_tokens=4)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("ing it.\n\n----\n    def main(args, more=3, *rest):\n", "def main(args, more=3, *rest):"),
+    ("ttle cat sat on the mat", "cat sat on the"), ("word", "word"), ("", ""),
+    ("\ufffd\u4e00\u4e8c" + "\u4e09" * 80, "\u4e00\u4e8c" + "\u4e09" * 58), ("12 34\n56\n", ""),
+])
+def test_words_to_begin_with_are_the_first_of_a_whole_line(text, words):
+    assert find_words(text) == words
 
 
 def test_what_is_no_run_is_refused(tied, tmp_path, capsys):
