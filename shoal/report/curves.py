@@ -68,7 +68,8 @@ def describe_curves(
             if key == "loss" and (dots := _points(metrics, lambda m: m.validation_loss)):
                 lines["dots"] = dots
             counted = title if unit == "token" else title.replace(" per token", "").replace("token", unit)
-            figures.append({"key": key, "title": counted, "log": logarithmic, **lines})
+            own = key if counted == title else f"{key}/{unit}"  # runs share a figure if they count the same
+            figures.append({"key": own, "title": counted, "log": logarithmic, **lines})
         if key == "memory" and (by_rank := [m.memory_by_rank for m in metrics if m.memory_by_rank]):
             points = [[rank, number / MIB] for rank, number in enumerate(by_rank[-1])]
             figures.append({"key": RANKS, "title": "peak memory by rank, MiB", "log": False, "ranks": _thin(points)})

@@ -85,8 +85,10 @@ def test_long_lines_keep_their_extremes_and_what_no_axis_shows_is_left_out():
     assert shown["figures"][0]["line"] == [[1, 1.0], [4, 2.0]]
     assert [(mark["step"], mark["kind"]) for mark in shown["marks"]] == [(2, "spike")]
     json.dumps(shown, allow_nan=False)
-    titles = [each["title"] for each in describe_curves("own", metrics([1.0]), [], "sample")["figures"]]
-    assert titles[:2] == ["loss (dots: validation)", "samples per second"]
+    own = {each["title"]: each["key"] for each in describe_curves("own", metrics([1.0]), [], "sample")["figures"]}
+    assert [*own][:2] == ["loss (dots: validation)", "samples per second"]
+    shared = {each["title"]: each["key"] for each in shown["figures"]}
+    assert set(own.values()).intersection(shared.values()) == {own[title] for title in own.keys() & shared.keys()}
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
