@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.units import show_bytes
-from shoal.engine.parallel.context.causal_blocks import split_scores
 from shoal.engine.parallel.context.token_order import ORDERS, Chunks, TokenAssignment, assign_tokens, count_tokens
 from shoal.labs.explain.blocks import hue, label
 from shoal.labs.explain.options import FigureOptions
@@ -103,6 +102,8 @@ def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
 
 def count_scores(held: TokenAssignment) -> list[list[int]]:
     """Count the scores of a head that each position computes in each step of the ring: [step][position]."""
+    from shoal.engine.parallel.context.causal_blocks import split_scores  # slow import
+
     positions = range(held.ring)
     slices = range(len(held.by_slice))
     chunks = [held.ring_chunks(position, slices) for position in positions]

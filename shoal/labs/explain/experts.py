@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.errors import UsageError
-from shoal.engine.collectives.mesh import Mesh
 from shoal.labs.explain.blocks import hue, show_numbers
 from shoal.labs.explain.options import FigureOptions
 from shoal.report.charts import draw_tiles, new_figure, to_svg
@@ -72,6 +71,8 @@ class StageExperts(NamedTuple):
 
 def place_experts(layout: Layout, shape: ModelShape) -> list[StageExperts]:
     """Return the experts of every rank of the first pipeline stage, from the mesh that training uses."""
+    from shoal.engine.collectives.mesh import Mesh  # slow import
+
     assert shape.experts is not None, "a model with experts"
     found = []
     for rank in range(layout.world_size // layout.pp):

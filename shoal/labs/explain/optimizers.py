@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-import torch
+import numpy as np
 from matplotlib.axes import Axes
 from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.engine.optim.build import RULES, build
-from shoal.engine.optim.shards import Shards
-from shoal.engine.optim.sophia import Sophia
 from shoal.labs.explain.options import FigureOptions
 from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.memory.state import state_bytes
@@ -31,6 +27,9 @@ from shoal.spec.config.sections import OptimizerName
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 
+if TYPE_CHECKING:  # slow import
+    from torch import Tensor
+
 Point = tuple[float, float]
 NAME = "layers.0.weight"  # makes Muon treat the two weights as a matrix of a layer, with one row
 
@@ -39,7 +38,7 @@ class Surface(NamedTuple):
     """A loss of two weights.
 
     Attributes:
-        loss: [.., 2] -> [..].
+        loss: [.., 2] -> [..], of a tensor or an array.
         hessian: [2] -> the diagonal of the second derivatives, [2].
         box: area of the drawing (left, bottom, right, top).
         levels: of the contours.
@@ -47,7 +46,7 @@ class Surface(NamedTuple):
 
     name: str
     formula: str
-    loss: Callable[[Tensor], Tensor]
+    loss: Callable[[Any], Any]
     hessian: Callable[[Tensor], Tensor]
     start: Point
     box: tuple[float, float, float, float]
@@ -58,13 +57,13 @@ SURFACES = (
     Surface(
         "a narrow valley", "(x² + 20 y²) / 2",
         lambda w: (w[..., 0] ** 2 + 20 * w[..., 1] ** 2) / 2,
-        lambda w: torch.tensor([1.0, 20.0], dtype=w.dtype),
+        lambda w: w.new_tensor([1.0, 20.0]),
         (-2.0, 0.7), (-2.4, -1.4, 2.4, 1.4), (0.02, 0.1, 0.3, 0.7, 1.3, 2.2, 3.5, 5.5, 8.0, 12.0),
     ),
     Surface(
         "a saddle", "x² / 2 - y² / 2 + y⁴ / 4",
         lambda w: w[..., 0] ** 2 / 2 - w[..., 1] ** 2 / 2 + w[..., 1] ** 4 / 4,
-        lambda w: torch.stack((torch.ones_like(w[0]), 3 * w[1] ** 2 - 1)),
+        lambda w: w.new_tensor([1.0, 3 * float(w[1]) ** 2 - 1]),
         (-1.5, 0.01), (-1.9, -0.6, 1.7, 1.8), (-0.24, -0.2, -0.13, -0.05, 0.0, 0.1, 0.3, 0.6, 1.0, 1.5),
     ),
 )
@@ -72,11 +71,11 @@ SURFACES = (
 start is 0.01 off the ridge, which plain descent leaves late."""
 
 
-def evaluate(surface: Surface, points: int = 121) -> tuple[Tensor, Tensor, Tensor]:
+def evaluate(surface: Surface, points: int = 121) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the x and y of a grid over a surface's box, and its loss there [y, x], for contours."""
     left, bottom, right, top = surface.box
-    xs, ys = torch.linspace(left, right, points), torch.linspace(bottom, top, points)
-    return xs, ys, surface.loss(torch.stack(torch.meshgrid(xs, ys, indexing="xy"), -1))
+    xs, ys = np.linspace(left, right, points), np.linspace(bottom, top, points)
+    return xs, ys, surface.loss(np.stack(np.meshgrid(xs, ys), -1))
 
 
 class RulePath(NamedTuple):
@@ -88,6 +87,12 @@ class RulePath(NamedTuple):
 
 def walk(surface: Surface, config: OptimizerConfig, steps: int) -> RulePath:
     """Train two weights. Sophia gets the exact diagonal of the Hessian."""
+    import torch  # slow import
+
+    from shoal.engine.optim.build import build
+    from shoal.engine.optim.shards import Shards
+    from shoal.engine.optim.sophia import Sophia
+
     weights = torch.tensor([surface.start], dtype=torch.float64)  # [1, 2]
     gradient = torch.zeros_like(weights)
     rule = build(config, Shards.from_parameters([(NAME, weights, gradient)], lambda name, tensor: 0.0))
@@ -156,7 +161,7 @@ def explain(options: OptimizersOptions, console: Console) -> Callable[[], str]:
     rows = [(name, f"{size:.3f}") for name, size in memory.items()]
     title = f"states of {options.model}, {options.precision}"
     console.print(text_table(("rule", "bytes / parameter"), rows, title=title))
-    if left_out := [name for name in RULES if name not in memory]:
+    if left_out := [name for name in get_args(OptimizerName) if name not in memory]:
         console.print(f"not supported in this precision: {', '.join(left_out)}")
     return partial(draw, groups, memory, options)
 
@@ -172,7 +177,7 @@ def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:
     """
     shape = model_shape(model)
     parts, refused, counted = [StagePart(range(shape.layers))], [], {}
-    for name in RULES:
+    for name in get_args(OptimizerName):
         try:
             check_run(build_config({"train": {"precision": precision}, "optimizer": {"name": name}}), shape)
         except UsageError as error:

@@ -13,7 +13,7 @@ class FigureOptions(Section):
     """An explanation that can be drawn."""
 
     out: Path | None = None
-    """Also draw what is explained, to this file: .svg."""
+    """Also write a figure of it (.svg)."""
 
 
 class ModelOptions(FigureOptions):

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import contourpy
 import numpy as np
-import torch
 from pydantic import Field, PositiveFloat
 
 from shoal.base.errors import UsageError, did_you_mean
@@ -18,7 +17,7 @@ from shoal.labs.explain.optimizers import GROUPS, SURFACES, Surface, build_rule,
 LOCAL_MINIMA = Surface(
     "local minima", "(x² - 1)² / 2 + x / 5 + y²",
     lambda w: (w[..., 0] ** 2 - 1) ** 2 / 2 + w[..., 0] / 5 + w[..., 1] ** 2,
-    lambda w: torch.stack((6 * w[0] ** 2 - 2, torch.full_like(w[0], 2.0))),
+    lambda w: w.new_tensor([6 * float(w[0]) ** 2 - 2, 2.0]),
     (1.7, 0.8), (-1.9, -1.2, 1.9, 1.2), (-0.19, -0.1, 0.0, 0.1, 0.2, 0.3, 0.45, 0.65, 0.9, 1.3, 1.9, 2.7, 3.8),
 )  # fmt: skip
 """Two valleys, of which the left one is deeper; plain descent stays in the right one, where it starts."""
@@ -73,7 +72,7 @@ def trace_optimizers(request: OptimizersRequest) -> dict[str, Any]:
 
 def describe_surface(surface: Surface) -> dict[str, Any]:
     """Return a surface as plain values, its contours as lines of points."""
-    lines = contourpy.contour_generator(*(values.numpy() for values in evaluate(surface)))
+    lines = contourpy.contour_generator(*evaluate(surface))
     return {
         "name": surface.name,
         "formula": surface.formula,

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.units import show_bytes
-from shoal.engine.parallel.tensor import TENSOR_PARALLEL, matches
 from shoal.labs.explain.options import BatchOptions
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.micro_batch import MicroBatch
@@ -81,6 +80,8 @@ def _layout(options: TensorOptions, tp: int) -> Layout:
 
 def _parameters(shape: ModelShape, layout: Layout) -> Table:
     """List the parameters of a stage with one layer, and the part of the first rank."""
+    from shoal.engine.parallel.tensor import TENSOR_PARALLEL, matches  # slow import
+
     rows = []
     for unit in list_units(shape, layout, StagePart(range(1))):
         for held in unit:
