@@ -290,6 +290,7 @@ def run_server(
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     become(*order)
+    sys.modules.pop(order[0], None)  # as in a new process, also if the parent of this server had imported it
     run_and_exit(lambda: runpy.run_module(order[0], run_name="__main__", alter_sys=True))
 
 

@@ -149,27 +149,28 @@ def test_what_cannot_be_is_refused(words, says, corpus, tmp_path, capfd):
 
 
 @pytest.fixture(scope="module")
-def commanded(corpus, tmp_path_factory) -> tuple[int, str, str]:
-    """`shoal chaos` of four faults, or four times of one if no disk can be mounted: exit code, output and page."""
+def commanded(corpus, tmp_path_factory) -> tuple[int, str, str, str]:
+    """`shoal chaos` of four faults, or four times of one if no disk can be mounted: exit code, output, page and log."""
     folder = tmp_path_factory.mktemp("command")
     save_config(config_of(corpus, train={"steps": 6}, checkpoint={"every": 2}), folder / "run.toml")
     faults = ",".join(["exit-0", *sorted(NEED_MOUNTS)])
     words = ["--trials", "4", "--faults", faults, "--folder", folder / "all", "--out", folder / "page.html"]
     code, said = shoal("chaos", folder / "run.toml", *words)
-    return code, said, (folder / "page.html").read_text()
+    return code, said, (folder / "page.html").read_text(), (folder / "all" / "output.log").read_text()
 
 
 def test_the_command(commanded):
-    """Four trials, the table and the page."""
-    code, said, page = commanded
+    """Four trials, the table, the page, and a log without warnings, such as runpy's of modules imported before."""
+    code, said, page, log = commanded
     assert code == 0, said
     assert said.count("passed") == 4 and "exit-0" in said
     assert "4 of 4 faults survived" in page
+    assert "restart" in log and "Warning" not in log
 
 
 def test_a_disk_that_is_full_and_a_folder_that_cannot_be_written(commanded):
     """Real ones, while it trains: it ends and says so, and goes on when there is room."""
-    code, said, _ = commanded
+    code, said, *_ = commanded
     if "no permission to mount file systems" in said:
         pytest.skip("no file system can be mounted here, not even in a namespace of its own")
     assert code == 0, said
