@@ -75,6 +75,7 @@ def wait_for_a_silent_host(folder: Path, seconds: float) -> None:
     """Receive, on rank 0, what the only rank of another host never sends."""
     if dist.get_rank() == 1:
         time.sleep(60)
+    sys.stderr = open(folder / "said", "w")  # noqa: SIM115  # of a process that is killed
     beat = Heartbeat(record_path(folder, 0))
     write_stack_when_asked(stack_path(folder, 0))
     beat.begun(3)
@@ -94,3 +95,4 @@ def test_a_rank_that_waits_for_a_silent_host_is_ended(pool, tmp_path):
     [failure] = [event for event in read_events(tmp_path) if event["event"] == "failure"]
     assert failure["rank"] == 0 and "waits for another host, whose ranks are silent" in failure["how"]
     assert "wait_for_a_silent_host" in failure["report"]
+    assert (tmp_path / "said").read_text().startswith(f"rank 0 {failure['how']}")
