@@ -11,7 +11,6 @@ import faulthandler
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -78,14 +77,14 @@ def _record_and_exit(
     os._exit(2 if usage else 1)
 
 
-def listen_address(host: str, alone: bool, environment: Mapping[str, str] = os.environ) -> str:
+def listen_address(host: str, alone: bool) -> str:
     """Return the address on which the first rank listens; "" for all interfaces.
 
     Args:
         host: name of this machine as known to the other ranks.
         alone: whether all ranks are on this machine.
     """
-    if chosen := next((environment[name] for name in INTERFACES if environment.get(name)), ""):
+    if chosen := next((os.environ[name] for name in INTERFACES if os.environ.get(name)), ""):
         found = psutil.net_if_addrs()
         addresses = [a.address for a in found.get(chosen, []) if a.family in (socket.AF_INET, socket.AF_INET6)]
         if not addresses:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,21 +29,21 @@ IDLE_TIMEOUT = timedelta(days=365)
 STORE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)  # time for the active ranks to create their store
 
 
-def restarts(environment: Mapping[str, str] = os.environ) -> bool:
+def restarts() -> bool:
     """Return whether torch elastic restarts this worker after a failure."""
-    return int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
-def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.environ) -> None:
+def check_elastic(run_folder: Path | None) -> None:
     """Reject settings with which torch elastic could not restart: no run folder, or one store for all rounds."""
-    if not restarts(environment):
+    if not restarts():
         return
     if run_folder is None:
         raise UsageError(
             "torchrun --max-restarts needs --run-folder, by which a restarted worker finds its run."
             "\n  Name a folder, new or of the run to resume."
         )
-    if environment.get(OWN_STORE) != "1":
+    if os.environ.get(OWN_STORE) != "1":
         raise UsageError(
             f"torchrun --max-restarts needs {OWN_STORE}=1 in its environment: else all rounds share one store, and a "
             "restarted worker tries to connect to dead workers."
@@ -65,22 +64,22 @@ def refuse_shrink(config: RunConfig) -> None:
         )
 
 
-def refuse_again(member: RankEnv, environment: Mapping[str, str] = os.environ) -> None:
+def refuse_again(member: RankEnv) -> None:
     """Raise the `UsageError` of the previous attempt, if any: torch elastic restarts after any exit code."""
-    if restarts(environment) and int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    if restarts() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         for last in read_previous_attempt(member):
             if last.usage:
                 raise UsageError(last.report)
 
 
-def will_be_restarted(auto_resume: bool, environment: Mapping[str, str] = os.environ) -> bool:
+def will_be_restarted(auto_resume: bool) -> bool:
     """Return whether this process's launcher restarts it, or has done so; ``auto_resume`` asserts it."""
-    return auto_resume or restarts(environment) or int(environment.get("SLURM_RESTART_COUNT", "0")) > 0
+    return auto_resume or restarts() or int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
 
 
-def should_resume(run_folder: Path | None, auto_resume: bool, environment: Mapping[str, str] = os.environ) -> bool:
+def should_resume(run_folder: Path | None, auto_resume: bool) -> bool:
     """Return whether to resume the run in ``run_folder`` without --resume."""
-    return will_be_restarted(auto_resume, environment) and run_folder is not None and (run_folder / RUN_FILE).is_file()
+    return will_be_restarted(auto_resume) and run_folder is not None and (run_folder / RUN_FILE).is_file()
 
 
 def adapt_to_ranks(config: RunConfig, shape: ModelShape, member: RankEnv, auto_resume: bool = False) -> RunConfig:

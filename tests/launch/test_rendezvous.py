@@ -8,7 +8,7 @@ import torch
 
 from shoal.base.errors import UsageError
 from shoal.launch.rank_env import RankEnv
-from shoal.launch.rendezvous import create_store, listen_address, open_port_notice
+from shoal.launch.rendezvous import INTERFACES, create_store, listen_address, open_port_notice
 
 CPU = torch.device("cpu")
 
@@ -36,13 +36,17 @@ def test_a_taken_port_is_bad_input():
 
 
 def test_which_address(monkeypatch):
-    assert listen_address("localhost", alone=True, environment={}) == "127.0.0.1"
+    for name in INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    assert listen_address("localhost", alone=True) == "127.0.0.1"
     # A machine may resolve its own name to the loopback, and be known to the others by another address.
-    assert listen_address("localhost", alone=False, environment={}) == ""
-    assert listen_address("10.1.2.3", alone=False, environment={}) == "10.1.2.3"
-    assert listen_address("10.1.2.3", alone=False, environment={"NCCL_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
+    assert listen_address("localhost", alone=False) == ""
+    assert listen_address("10.1.2.3", alone=False) == "10.1.2.3"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    assert listen_address("10.1.2.3", alone=False) == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(UsageError, match=r"the interface 'none0', which does not exist.*\n  Existing interfaces: .*lo"):
-        listen_address("10.1.2.3", alone=False, environment={"GLOO_SOCKET_IFNAME": "none0"})
+        listen_address("10.1.2.3", alone=False)
 
 
 def test_what_is_left_open_is_said_once():

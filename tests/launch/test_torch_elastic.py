@@ -69,13 +69,16 @@ def test_bad_input_is_not_tried_again(file, tmp_path, monkeypatch):
 
 
 def test_a_restart_without_what_it_needs_is_refused_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv(OWN_STORE, "1")
+    check_elastic(tmp_path)
     with pytest.raises(UsageError, match="torchrun --max-restarts needs --run-folder"):
-        check_elastic(None, {"TORCHELASTIC_MAX_RESTARTS": "1", OWN_STORE: "1"})
+        check_elastic(None)
     monkeypatch.delenv(OWN_STORE)
     with pytest.raises(UsageError, match=f"Start it as: {OWN_STORE}=1 torchrun"):
-        check_elastic(tmp_path, {"TORCHELASTIC_MAX_RESTARTS": "1"})
-    check_elastic(None, {"TORCHELASTIC_MAX_RESTARTS": "0"})
-    check_elastic(tmp_path, {"TORCHELASTIC_MAX_RESTARTS": "1", OWN_STORE: "1"})
+        check_elastic(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    check_elastic(None)
 
 
 class Nodes:
@@ -165,11 +168,13 @@ def test_an_agent_that_is_asked_to_stop_leaves_a_saved_run(file, tmp_path, undis
     (False, {"SLURM_RESTART_COUNT": "0"}, False), (False, {"TORCHELASTIC_MAX_RESTARTS": "3"}, True),
     (False, {"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
 ])
-def test_who_starts_again_goes_on(auto_resume, environment, expected, tmp_path):
-    assert not should_resume(tmp_path, auto_resume, environment)  # there is no run yet
+def test_who_starts_again_goes_on(auto_resume, environment, expected, tmp_path, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert not should_resume(tmp_path, auto_resume)  # there is no run yet
     (tmp_path / "run.toml").touch()
-    assert should_resume(tmp_path, auto_resume, environment) is expected
-    assert not should_resume(None, auto_resume, environment)
+    assert should_resume(tmp_path, auto_resume) is expected
+    assert not should_resume(None, auto_resume)
 
 
 def test_fewer_ranks_take_the_nearest_layout_only_where_somebody_starts_them_again(monkeypatch):

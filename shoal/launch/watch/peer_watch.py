@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,35 +43,35 @@ FOLDER_PREFIX = f"shoal-beats-{os.getuid()}-"
 LEFT_SECONDS = 60.0  # minimum age of abandoned records before they are removed
 
 
-def make_shared_folder(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path | None:
+def make_shared_folder(member: RankEnv) -> Path | None:
     """Create and return the shared folder of this host's ranks in this round; None if it cannot be trusted.
 
     Removes the folders of earlier rounds of this job, and of jobs that were killed.
     """
-    folder = round_folder(member, environment)
+    folder = round_folder(member)
     if member.local_rank == 0:
         others = Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")
-        for other in [*job_folders(environment), *filter(_is_abandoned, others)]:
+        for other in [*job_folders(), *filter(_is_abandoned, others)]:
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder if is_private(folder) else None
 
 
-def round_folder(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path:
+def round_folder(member: RankEnv) -> Path:
     """Return the folder of this host's records in this round, named by job, port, attempt and world size."""
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
-    name = f"{_prefix(environment)}{member.master[1]}-{attempt}-{member.world_size}"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", os.environ.get("SLURM_STEP_ID", "0"))
+    name = f"{_prefix()}{member.master[1]}-{attempt}-{member.world_size}"
     return Path(tempfile.gettempdir()) / name
 
 
-def job_folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
+def job_folders() -> list[Path]:
     """Return the folders of this host's records in all rounds of this job."""
-    return [found for found in Path(tempfile.gettempdir()).glob(f"{_prefix(environment)}*") if is_private(found)]
+    return [found for found in Path(tempfile.gettempdir()).glob(f"{_prefix()}*") if is_private(found)]
 
 
-def _prefix(environment: Mapping[str, str]) -> str:
-    return f"{FOLDER_PREFIX}{environment.get('SLURM_JOB_ID') or os.getppid()}-"
+def _prefix() -> str:
+    return f"{FOLDER_PREFIX}{os.environ.get('SLURM_JOB_ID') or os.getppid()}-"
 
 
 def ended_path(folder: Path, rank: int) -> Path:

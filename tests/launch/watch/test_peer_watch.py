@@ -40,7 +40,7 @@ def folder_of(temporary: Path, name: str, pid: int | None, silent: float, age: f
     os.utime(folder, (time.time() - age, time.time() - age))
 
 
-def test_what_dead_jobs_left_is_removed_and_nothing_else(temporary):
+def test_what_dead_jobs_left_is_removed_and_nothing_else(temporary, monkeypatch):
     dead = int(subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True).stdout)
     folder_of(temporary, "dead-29400-0", dead, silent=LONG)
     folder_of(temporary, "rebooted-29400-0", dead, silent=-LONG)
@@ -53,21 +53,22 @@ def test_what_dead_jobs_left_is_removed_and_nothing_else(temporary):
         folder_of(temporary, name, pid, silent, age)
     (temporary / f"shoal-beats-{os.getuid() + 1}-theirs").mkdir()
     (temporary / f"shoal-beats-{os.getuid()}-1234-29400-0").mkdir(mode=0o755)
-    mine = make_shared_folder(MEMBER, {"SLURM_JOB_ID": "77"})
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    mine = make_shared_folder(MEMBER)
     there = {path.name.split("-", 3)[-1] for path in temporary.iterdir()}
     assert mine.is_dir() and there == {*kept, "77-29400-0-2", "theirs", "1234-29400-0"}
 
 
 def test_the_first_rank_of_a_host_alone_removes(temporary):
     folder_of(temporary, "empty-29400-0", None, silent=0)
-    make_shared_folder(RankEnv(1, 2, 1, 2, "torchrun", ("localhost", 29400)), {})
+    make_shared_folder(RankEnv(1, 2, 1, 2, "torchrun", ("localhost", 29400)))
     assert len(list(temporary.iterdir())) == 2
 
 
-def test_an_earlier_round_of_the_same_job_is_removed_at_once(temporary):
-    environment = {"SLURM_JOB_ID": "77"}
-    first = make_shared_folder(MEMBER, environment)
-    second = make_shared_folder(MEMBER, {**environment, "TORCHELASTIC_RESTART_COUNT": "1"})
+def test_an_earlier_round_of_the_same_job_is_removed_at_once(temporary, monkeypatch):
+    first = make_shared_folder(MEMBER)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    second = make_shared_folder(MEMBER)
     assert first != second and [*temporary.iterdir()] == [second]
 
 

@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     """Of the attempt before, with a rank that was in its fifth step."""
     monkeypatch.setattr(peer_watch.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(heartbeat.threading.Thread, "start", lambda thread: None)  # no more signs of life
-    made = peer_watch.make_shared_folder(MEMBER, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    made = peer_watch.make_shared_folder(MEMBER)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of the attempt now
     rank = Heartbeat(heartbeat.record_path(made, 1))
     rank.begun(4)
@@ -73,11 +73,12 @@ def test_nothing_is_said_twice_nor_of_who_was_done(every):
     assert find_cause(every) is None
 
 
-def test_bad_input_is_not_tried_again(folder):
-    again = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "1"}
+def test_bad_input_is_not_tried_again(folder, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     record_end(folder, 1, ArithmeticError("the cause"))
-    refuse_again(MEMBER, again)
+    refuse_again(MEMBER)
     record_end(folder, 1, UsageError("token id 999"))
     with pytest.raises(UsageError, match="token id 999"):
-        refuse_again(MEMBER, again)
-    refuse_again(MEMBER, {**again, "TORCHELASTIC_RESTART_COUNT": "0"})  # another run of the command, mended
+        refuse_again(MEMBER)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # another run of the command, mended
+    refuse_again(MEMBER)
