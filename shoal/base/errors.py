@@ -4,7 +4,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
 
@@ -25,6 +25,13 @@ class DivergenceError(RuntimeError):
 
     The ranks' parent prints only the message, without a traceback.
     """
+
+
+def list_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what caused it, the latest first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from shoal.training.inference.evaluate import Evaluation, choose_text, evaluate_
 from shoal.training.inference.generate import Sampling
 from shoal.training.inference.harness import check_tasks, run_tasks_on_rank
 from shoal.training.inference.sample import Show, encode_prompts, sample_on_rank
-from shoal.training.inference.source import check_generates, load_model, open_source, read_any_length
+from shoal.training.inference.source import ModelSource, check_generates, load_model, open_source, read_any_length
 
 T = TypeVar("T")
 MICRO_BATCH = 8  # sequences of a forward pass in an evaluation
@@ -73,7 +73,7 @@ def sample(
     streams = show if len(prompts) == 1 and config.parallel.world_size == 1 else None
     if streams:
         streams(prompts[0])
-    texts = call_on_ranks(sample_on_rank, config, source, config, prompts, sampling, *([streams] if streams else []))
+    texts = call_on_ranks(sample_on_rank, source, config, prompts, sampling, *([streams] if streams else []))
     if show and not streams:
         show("\n--------\n".join(texts))
     return texts
@@ -154,7 +154,7 @@ def evaluate(
     train = {"device": device} | ({"precision": precision} if precision else {})
     config = source.on(layout or Layout(micro_batch=MICRO_BATCH), data=text.model_dump(), train=train)
     open_complete(config.data, progress=True)  # before processes start
-    return call_on_ranks(evaluate_on_rank, config, source, config, sequences)
+    return call_on_ranks(evaluate_on_rank, source, config, sequences)
 
 
 def evaluate_tasks(
@@ -195,11 +195,11 @@ def evaluate_tasks(
     check_tasks(tasks)
     train = {"device": device} | ({"precision": precision} if precision else {})
     config = source.on(Layout(tp=tp, pp=pp), train=train)
-    return call_on_ranks(run_tasks_on_rank, config, source, config, list(tasks), limit, shots)
+    return call_on_ranks(run_tasks_on_rank, source, config, list(tasks), limit, shots)
 
 
-def call_on_ranks(function: Callable[..., T], config: RunConfig, *args: Any) -> T:
-    """Call a function on every rank of a config's layout, and return the first rank's value.
+def call_on_ranks(function: Callable[..., T], source: ModelSource, config: RunConfig, *args: Any) -> T:
+    """Call a function of a model on every rank of a config's layout, and return the first rank's value.
 
     Raises:
         UsageError: a rank failed; the message has its reason.
@@ -207,10 +207,10 @@ def call_on_ranks(function: Callable[..., T], config: RunConfig, *args: Any) -> 
     ranks = config.parallel.world_size
     device = pick_device(config.train.device, setting="device").type
     if ranks == 1:
-        return function(*args)
+        return function(source, config, *args)
     with Pool(ranks, partial(tune_process, products=device == "cpu"), device=device) as pool:
         try:
-            return pool.run(function, ranks, *args, timeout=LONGEST_SECONDS)[0]
+            return pool.run(function, ranks, source, config, *args, timeout=LONGEST_SECONDS)[0]
         except RankError as error:
             rank, _ = error.failures[0]
             raise UsageError(f"rank {rank} of {ranks} failed: {error.reason}") from error

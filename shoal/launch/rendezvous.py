@@ -31,9 +31,7 @@ MEET_SECONDS = 0.005  # between looks for the other ranks
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # the first variable that is set takes effect
 
 
-def become_rank(
-    member: RankEnv, device: str, threads: int = 0, *, timeout: float = COLLECTIVE_SECONDS, records: Path | None = None
-) -> None:
+def become_rank(member: RankEnv, device: str, threads: int = 0, *, records: Path | None = None) -> None:
     """Make this process one rank of the world. Call it first, and again only after it has left the world.
 
     From then on an uncaught exception is recorded for the parent and ends the process immediately, without waiting for
@@ -42,7 +40,6 @@ def become_rank(
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
         threads: torch's CPU threads; 0 uses ``OMP_NUM_THREADS`` or divides the cores among the local ranks.
-        timeout: timeout of every collective [s].
         records: folder in which this rank records an exception and, on request, its stack.
 
     Raises:
@@ -63,7 +60,8 @@ def become_rank(
     picked = member.device(device)
     if picked.type == "cpu":
         tune_process()
-    init_world(member.rank, member.world_size, create_store(member, timeout, picked), picked, timeout)
+    store = create_store(member, COLLECTIVE_SECONDS, picked)
+    init_world(member.rank, member.world_size, store, picked, COLLECTIVE_SECONDS)
 
 
 def _record_and_exit(

@@ -30,7 +30,6 @@ from shoal.training.nonfinite_locator import locate_nonfinite
 from shoal.training.records.display import Display
 from shoal.training.records.histograms import Histograms
 from shoal.training.records.metrics import MetricsWriter, StepMetrics
-from shoal.training.records.peak import sum_peak_flops
 from shoal.training.records.profile import Profiler
 from shoal.training.records.timer import StepTimer
 from shoal.training.resilience.events import write_event
@@ -259,7 +258,7 @@ class Trainer:
 
     def _log(self, result: StepResult) -> None:
         if not self.measured:
-            self.peak, self.measured = sum_peak_flops(self.engine, self.local_ranks), True
+            self.peak, self.measured = self.engine.sum_peak_flops(self.local_ranks), True
         memory = self._gather_memory()
         steps, seconds = self.timer.lap()
         stalled, source_loss = self.states.take_stalled(), self.engine.source_losses.take()

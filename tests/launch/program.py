@@ -18,7 +18,7 @@ from shoal.launch.rendezvous import become_rank
 if __name__ == "__main__":
     payload = read_payload() if "SHOAL_SCRATCH" in os.environ else json.loads(os.environ["PAYLOAD"])
     member = detect_rank_env()
-    become_rank(member, "cpu", timeout=60, records=scratch_folder() if member.how == "local" else None)
+    become_rank(member, "cpu", records=scratch_folder() if member.how == "local" else None)
     folder, act, me = Path(payload["folder"]), payload["act"], member.rank
     if act == "stop":
         signals = []

@@ -11,13 +11,13 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, list_causes
 from shoal.engine.own.definition import OwnModel, drawing
 from shoal.engine.own.formats import prepare, widen
 from shoal.engine.own.samples import OwnBatch, OwnDataset
 from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.tensor.table import apply_table
-from shoal.engine.own.user_code import explained, list_causes
+from shoal.engine.own.user_code import explained
 from shoal.engine.precision.policy import Policy
 from shoal.engine.sharding.loss import LossPlan
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, list_causes
 from shoal.engine.collectives.shm.progress import PeerLost
 
 NOT_ITS_OWN = (str(Path(__file__).parents[2]), sys.base_prefix, "<frozen")
@@ -59,13 +59,6 @@ def _is_own_file(name: str) -> bool:
 def _is_its_own(error: Exception) -> bool:
     frames = extract_tb(error.__traceback__)
     return frames[-1].name == AUTOGRAD or any(_is_own_file(frame.filename) for frame in frames)
-
-
-def list_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what caused it, the latest first."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -24,7 +24,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, list_causes
 from shoal.engine.collectives.shm.progress import PeerLost
 from shoal.engine.device import abort_device_groups
 from shoal.launch.devices import check_device
@@ -122,22 +122,20 @@ def get_ready() -> None:
         Path(ready).touch()
 
 
-def is_peer_loss(error: BaseException | None) -> bool:
+def is_peer_loss(error: BaseException) -> bool:
     """Return whether an exception may be the consequence of another rank's end.
 
     >>> is_peer_loss(PeerLost("all-reduce of [4] over ranks [0, 1]: rank 1 has ended")), is_peer_loss(KeyError("x"))
     (True, False)
     """
-    while error is not None:
-        by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
-        if by_gloo or isinstance(error, Abandoned | PeerLost | dist.DistError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        isinstance(each, Abandoned | PeerLost | dist.DistError)
+        or (isinstance(each, RuntimeError) and "gloo" in str(each))
+        for each in list_causes(error)
+    )
 
 
-def forget(error: BaseException | None) -> None:
+def forget(error: BaseException) -> None:
     """Release what the frames of an exception, and of those before it, refer to."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    for each in list_causes(error):
+        traceback.clear_frames(each.__traceback__)

@@ -288,15 +288,14 @@ class AsyncEngine(ReplicaEngine):
         return StepResult(mean, norm, rate, tokens, stop, met=False)
 
     @property
-    def validation_sequences(self) -> int:
-        """Number of samples of a validation: rounded up to full micro-batches."""
-        n = self.config.parallel.micro_batch
-        return -(-self.config.train.validation_sequences // n) * n
+    def per_pass(self) -> int:
+        """Number of samples in one forward pass, which a replica makes without the others."""
+        return self.config.parallel.micro_batch
 
     def evaluate(self, samples: Dataset) -> float:
         """Return the validation loss, computed by the living replicas. See `Engine.evaluate`."""
         index, size = (0, 1) if self.living is None else (self.living.rank(), self.living.size())
-        n = self.config.parallel.micro_batch
+        n = self.per_pass
         passes = range(index, self.validation_sequences // n, size)
         batches = [samples.batch(range(m * n, (m + 1) * n)).to(self.mesh.device) for m in passes]
         sums = torch.zeros(2, dtype=torch.float64)

@@ -16,7 +16,6 @@ from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import UNSYNCHRONISED
 from shoal.training.async_dp.engines import COLUMNS, AsyncEngine
 from shoal.training.fault_knobs import RankTimes, times_table
-from shoal.training.records.peak import sum_peak_flops
 from shoal.training.resilience.heartbeat import Phase
 from shoal.training.step.optimizer_step import StepResult
 from shoal.training.trainer import Trainer
@@ -41,7 +40,7 @@ class AsyncTrainer(Trainer):
     def run(self) -> bool:
         self.stop.listen()
         self._show_banner()
-        self.peak = sum_peak_flops(self.engine, self.local_ranks)
+        self.peak = self.engine.sum_peak_flops(self.local_ranks)
         self.meetings, self.rate = 0, 0.0
         self.started = self.logged_step = self.step
         self.logged, self.logged_at = torch.zeros_like(self.engine.board), 0.0

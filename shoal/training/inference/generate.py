@@ -48,7 +48,6 @@ def generate(
     *,
     window: int,
     take: Callable[[int, int], bool],
-    device: torch.device | str = "cpu",
 ) -> None:
     """Continue sequences token by token. Collective.
 
@@ -63,12 +62,12 @@ def generate(
             decide the same on all ranks.
     """
     for first in range(0, len(prompts), MOST_ROWS):
-        _generate(model, prompts, range(first, min(first + MOST_ROWS, len(prompts))), sampling, window, take, device)
+        _generate(model, prompts, range(first, min(first + MOST_ROWS, len(prompts))), sampling, window, take)
 
 
 def _generate(
     model: ModelState, prompts: Sequence[Sequence[int]], rows: range, sampling: Sampling, window: int,
-    take: Callable[[int, int], bool], device: torch.device | str,
+    take: Callable[[int, int], bool],
 ) -> None:
     texts = [list(prompts[row])[-window:] for row in rows]
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in rows]
@@ -79,7 +78,7 @@ def _generate(
         if seen.stop + new.stop - new.start > window:
             seen, new = Slice(), slice(length - max(1, window // 2), length)
         seen = Slice(seen)
-        logits = model.logits(torch.tensor([text[new] for text in texts], device=device), seen)[:, -1]
+        logits = model.logits(torch.tensor([text[new] for text in texts], device=model.mesh.device), seen)[:, -1]
         drawn = [i for i, text in enumerate(texts) if len(text) == length and left[i]]
         if drawn:
             likely = logits.double().cpu()

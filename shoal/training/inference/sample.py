@@ -89,10 +89,7 @@ def continue_texts(
         show: gets the continuation of the only prompt while it is generated.
     """
     texts = [Continuation(source.tokenizer, prompt, source.ends, sampling.stop, show) for prompt in prompts]
-    generate(
-        model, prompts, sampling, window=source.window, device=model.mesh.device,
-        take=lambda row, token: texts[row].take(token),
-    )
+    generate(model, prompts, sampling, window=source.window, take=lambda row, token: texts[row].take(token))
     return [text.finish() for text in texts]
 
 

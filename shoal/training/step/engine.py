@@ -15,17 +15,20 @@ from torch import Tensor
 from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Batch, Dataset
+from shoal.engine.device import peak_flops
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.sophia import Sophia
 from shoal.engine.runtime import Update
+from shoal.engine.streams import to_device
 from shoal.pipeline.program import Action
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.training.records.metrics import StepMetrics
 from shoal.training.step.curvature import estimate
 from shoal.training.step.engine_state import EngineState
-from shoal.training.step.late_step import StartedStep, count_on_device, starts_early, update_on_device
+from shoal.training.step.late_step import StartedStep, starts_early, update_on_device
 from shoal.training.step.optimizer_step import (
     NonFinite,
     StageUpdates,
@@ -43,7 +46,10 @@ class Engine(EngineState):
         starts_early: whether `start` is possible, and `step` uses it.
         gradient_terms: number of loss terms by which the gradients are still to be divided; 1 if the loss was.
         failed: float32 [] on the device, 1 after a started step that was not finite; then no update changes anything.
+        stage_updates: class of the updates in an asynchronous pipeline.
     """
+
+    stage_updates: type[StageUpdates] = StageUpdates
 
     def __init__(
         self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset, *, initial: bool = True
@@ -79,7 +85,7 @@ class Engine(EngineState):
         batches = self._move(batches, sequences)
         if not dry and isinstance(self.optimizer, Sophia) and self.optimizer.due:
             self.optimizer.learn(estimate(self, step, batches, sum(tokens)))
-        by_stage = self.begin_updates(step) if self.program.updates > 1 else None
+        by_stage = self.stage_updates(self, step) if self.program.updates > 1 else None
         update: Update[StepResult | None]
         if dry:
             update = self.complete_gradients
@@ -97,14 +103,11 @@ class Engine(EngineState):
         assert result is not None, "every program has an update"
         return result
 
-    def begin_updates(self, step: int) -> StageUpdates:
-        return StageUpdates(self, step)
-
     def start(self, step: int, *, stop: bool = False) -> StartedStep:
         """Launch one step without waiting for its result (`shoal.training.step.late_step`)."""
         batches = self.get_batches(step)
         unmasked = torch.tensor([sum(batch.unmasked() for batch in batches)])
-        counts = count_on_device(unmasked, self.loss_replicas, self.mesh.device)
+        counts = all_reduce(to_device(unmasked, self.mesh.device), self.loss_replicas)
         for layer_counts in self.layer_counts:
             layer_counts.begin()
         rate = self.learning_rate(step)
@@ -187,6 +190,24 @@ class Engine(EngineState):
         if (losses := by_source.take()) is not None:
             self.validated["sources"] = losses
         return found.mean
+
+    def sum_peak_flops(self, local_ranks: int) -> float | None:
+        """Return the summed peak FLOP/s of all ranks, for the MFU; None if any rank's is unknown. Collective.
+
+        One rank of each machine answers for all of them, as a measurement takes as long as some steps of a small model.
+
+        Args:
+            local_ranks: number of ranks on each machine.
+        """
+        kind = compute = self.policy.compute
+        if self.float8 is not None and self.float8.native(compute, self.mesh.device):
+            kind = torch.float4_e2m1fn_x2 if self.float8.recipe.rotates else torch.float8_e4m3fn
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.rank % local_ranks == 0:
+            own = peak_flops(kind, self.mesh.device, local_ranks)
+            total += torch.tensor([local_ranks * (own or 0.0), float(own is None)], device=self.mesh.device)
+        rate, unknown = to_host(all_reduce(total, self.mesh.group("world")))
+        return None if unknown else rate
 
     def step_metrics(self) -> dict[str, Any]:
         """Return further metrics of the last step, such as of routers, as fields of `StepMetrics`."""

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_reduce, to_host
-from shoal.engine.streams import Mark, copy_later, to_device
+from shoal.engine.streams import Mark, copy_later
 from shoal.training.step.engine_state import EngineState
 from shoal.training.step.optimizer_step import NonFinite, StepResult
 
@@ -63,11 +62,6 @@ class StartedStep:
         if not good:
             raise NonFinite(f"step {self.step}: loss {mean:g}, gradient norm {norm:g}")
         return StepResult(mean, norm, self.learning_rate, int(tokens), stops > 0)
-
-
-def count_on_device(counts: Tensor, replicas: Group | None, device: torch.device) -> Tensor:
-    """Sum host counts over all ``replicas``, on the device."""
-    return all_reduce(to_device(counts, device), replicas)
 
 
 def update_on_device(

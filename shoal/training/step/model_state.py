@@ -135,6 +135,12 @@ class ModelState:
         """Number of samples in one forward pass of all replicas."""
         return self.config.parallel.micro_batch * self.config.parallel.dp
 
+    def read_passes(self, samples: Dataset, first: int, passes: int) -> list[Batch]:
+        """Return this replica's samples of consecutive forward passes from sample ``first`` on, on the host."""
+        n, replica = self.config.parallel.micro_batch, self.mesh.index("dp")
+        starts = [first + m * self.per_pass + replica * n for m in range(passes)]
+        return [samples.batch(range(start, start + n)) for start in starts]
+
     def sum_loss(
         self, samples: Dataset, first: int, passes: int, by_source: SourceLosses | None = None
     ) -> SummedLoss:
@@ -145,9 +151,7 @@ class ModelState:
             passes: number of forward passes of ``per_pass`` samples each.
             by_source: also sums the losses of each source of a mixture.
         """
-        n, replica = self.config.parallel.micro_batch, self.mesh.index("dp")
-        starts = [first + m * self.per_pass + replica * n for m in range(passes)]
-        batches = [samples.batch(range(start, start + n)) for start in starts]
+        batches = self.read_passes(samples, first, passes)
         (tokens,) = self.count_tokens(batches, [0] * passes, self.mesh.group("dp"))
         runtime = self.build_runtime(build_forwards(self.program, passes))
         runtime.on_loss = by_source.add if by_source and by_source.names else None

@@ -70,6 +70,7 @@ class OwnEngine(Engine):
     """
 
     stages: list[OwnStage]  # type: ignore[assignment]
+    stage_updates = OwnUpdates
 
     def __init__(self, *arguments: Any, **options: Any):
         config: RunConfig = arguments[0]
@@ -182,9 +183,6 @@ class OwnEngine(Engine):
             self.end_statistics()
         return result
 
-    def begin_updates(self, step: int) -> StageUpdates:
-        return OwnUpdates(self, step)
-
     def count_terms(self, step: int, loss: Tensor) -> float:
         """Return the terms of a step, and note its metrics. Collective.
 
@@ -233,11 +231,8 @@ class OwnEngine(Engine):
 
     def evaluate(self, samples: Dataset) -> float:
         """Return the loss per term of the first `validation_sequences` samples; ``validated`` has the metrics."""
-        layout = self.config.parallel
-        n, per_pass = layout.micro_batch, layout.micro_batch * layout.dp
-        passes = self.validation_sequences // per_pass
-        first = [m * per_pass + self.mesh.index("dp") * n for m in range(passes)]
-        batches = [samples.batch(range(start, start + n)).to(self.mesh.device) for start in first]
+        passes = self.validation_sequences // self.per_pass
+        batches = [batch.to(self.mesh.device) for batch in self.read_passes(samples, 0, passes)]
         self._begin()
         loss = self.build_runtime(build_forwards(self.program, passes)).evaluate(batches)
         for stage in self.stages:

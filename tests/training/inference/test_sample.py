@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,6 +135,8 @@ def test_an_exported_model_writes_what_its_run_writes(run, tmp_path):
 class Counts:
     """Model that predicts the last token plus one. It records how many tokens it was given, and how many were new."""
 
+    mesh = SimpleNamespace(device="cpu")
+
     def __init__(self):
         self.longest = self.computed = 0
 
@@ -181,6 +184,8 @@ def test_each_token_is_computed_once_until_the_window_is_full():
 
 class Plain:
     """A model on this process."""
+
+    mesh = SimpleNamespace(device="cpu")
 
     def __init__(self, family):
         self.model = Transformer(model_shape(family).model_copy(update={"vocab": 50, "layers": 2})).double()

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.launch.worker_pool import Pool
-from shoal.training.records import peak
+from shoal.training.step import engine
 from tests.engine.parallel.counting import engine_of
 from tests.testing.verify.runs import small_run
 
@@ -14,8 +14,8 @@ from tests.testing.verify.runs import small_run
 def summed(local: list[int], peaks: list[float | None]) -> tuple[float | None, int]:
     """The sum that a rank gets, and how often it measured; lists of the ranks of its machine and its peak, by rank."""
     rank = dist.get_rank()
-    with mock.patch.object(peak, "peak_flops", return_value=peaks[rank]) as measured:
-        return peak.sum_peak_flops(engine_of(small_run({"dp": 4})), local[rank]), measured.call_count
+    with mock.patch.object(engine, "peak_flops", return_value=peaks[rank]) as measured:
+        return engine_of(small_run({"dp": 4})).sum_peak_flops(local[rank]), measured.call_count
 
 
 @pytest.mark.parametrize(("local", "answer"), [
