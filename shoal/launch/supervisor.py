@@ -12,7 +12,6 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -47,25 +46,26 @@ class Supervisor:
     """Supervisor of one run on this machine.
 
     Args:
-        payload: data passed to each rank (`shoal.launch.worker.run`).
         folder: existing run folder.
         survivable: whether the ranks themselves continue after one was killed.
+        resume, restarted: of the first attempt, see `shoal.launch.worker.Generation`.
         server: existing prefork server, which is not closed.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        payload: dict[str, Any],
         folder: Path,
         device: str,
         *,
         survivable: bool,
+        resume: bool = False,
+        restarted: bool = False,
         module: str = "shoal.launch.worker",
         server: PreforkServer | None = None,
     ):
-        self.config, self.payload, self.folder, self.device = config, payload, folder, device
-        self.survivable, self.module = survivable, module
+        self.config, self.folder, self.device = config, folder, device
+        self.survivable, self.resume, self.restarted, self.module = survivable, resume, restarted, module
         self.logs = folder / "logs"
         self.time = EffectiveTime()
         self.attempt, self.fruitless, self.furthest = 0, 0, -1
@@ -110,9 +110,11 @@ class Supervisor:
         scratch = stack.enter_context(
             temporary_folder("shoal-launch", self.folder, self.config.failover.memory_folder, self.folder)
         )
-        payload = self.payload | {"config": plain(config)}
-        if self.attempt:
-            payload |= {"resume": True, "restarted": True}
+        again = self.attempt > 0
+        payload = {
+            "config": plain(config), "folder": str(self.folder), "resume": self.resume or again,
+            "restarted": self.restarted or again,
+        }
         (scratch / "payload.json").write_text(json.dumps(payload))
         self._begun = False
         self._ranks = processes = RankProcesses(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.base.errors import UsageError
-from shoal.base.section import plain
 from shoal.base.terminal import outlive_readers
 from shoal.engine.data.corpus import check_read
 from shoal.engine.device import pick_device
@@ -114,15 +113,11 @@ def _train(
     folder = resume or run_folder
     resumed = folder if resume or restarted else None
     device = _check_run(config, member, ranks, run_folder, resumed, restarted)
-    payload = {
-        "config": plain(config), "folder": folder and str(folder), "resume": resumed is not None,
-        "restarted": restarted,
-    }
     if member is not None:
         from shoal.launch.worker import run
 
         try:
-            return run(payload, member=member, stop=stop)
+            return run(config, folder, member, stop, resume=resumed is not None, restarted=restarted)
         except (UsageError, OSError) as error:  # the command line prints it
             record_end(make_shared_folder(member), member.rank, error)
             raise
@@ -133,9 +128,10 @@ def _train(
             release(run_dir(folder, config.failover))  # states that a deleted run of the same name left in memory
         assert folder is not None
         started(folder)
-        payload |= {"folder": str(folder), "made": True}
-        survivable = survives_rank_loss(config)
-        return Supervisor(config, payload, folder, device, survivable=survivable, server=server).run()
+        return Supervisor(
+            config, folder, device, survivable=survives_rank_loss(config), resume=resumed is not None,
+            restarted=restarted, server=server,
+        ).run()
 
 
 def _check_run(

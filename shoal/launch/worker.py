@@ -30,7 +30,7 @@ from shoal.launch.recovery.generations import Abandoned, Orders, forget, get_rea
 from shoal.launch.rendezvous import become_rank, open_port_notice
 from shoal.launch.watch.peer_watch import LastState, PeerWatch, find_cause, make_shared_folder, read_previous_attempt
 from shoal.launch.watch.recordings import keep_recordings
-from shoal.spec.config import build_config
+from shoal.spec.config import RunConfig, build_config
 from shoal.training.async_dp.trainers import trainer_class
 from shoal.training.check import check
 from shoal.training.resilience.events import describe_recordings, write_event
@@ -48,14 +48,18 @@ class Generation:
     """One start of this rank, from joining the world to leaving it.
 
     Args:
-        payload: "config" as plain values; "folder" of the run, or None for a new name; "resume", whether to continue
-            the run; "made", whether the folder exists; "restarted", whether this follows a failure, in which case the
-            run starts at step 0 if nothing was saved.
+        folder: of the run; None for a new name. A rank that the supervisor has started finds it made.
+        resume: whether to continue the run.
+        restarted: whether this follows a failure, in which case the run starts at step 0 if nothing was saved.
         stop: see `Trainer`.
     """
 
-    def __init__(self, payload: dict[str, Any], member: RankEnv, stop: StopRequests | None = None):
-        self.payload, self.member, self.stop = payload, member, stop
+    def __init__(
+        self, config: RunConfig, folder: Path | None, member: RankEnv, stop: StopRequests, *, resume: bool,
+        restarted: bool,
+    ):
+        self.config, self.folder, self.member, self.stop = config, folder, member, stop
+        self.resume, self.restarted = resume, restarted
         self.before: list[LastState] = []
         if member.how != "local" and member.local_rank == 0:
             self.before = read_previous_attempt(member)
@@ -72,50 +76,49 @@ class Generation:
         Raises:
             Abandoned: the ranks are to meet again in another layout.
         """
-        payload, member = self.payload, self.member
-        config = build_config(payload["config"])
+        config, folder, member = self.config, self.folder, self.member
         if config.failover.reexecute_every:
             allow_reproducible_products()
         become_rank(member, config.train.device, config.train.threads, records=self.records)
         self.beat.phase(Phase.START)  # its second mark: it has joined
         device, link = member.device(config.train.device), ThrottledLink.from_gbs(config.testing.link_gbs)
         mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
-        folder = payload["folder"]
-        if not payload.get("made") and not payload["resume"]:
-            made = str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""
-            folder = broadcast(made, world())
+        if member.how != "local" and not self.resume:
+            made = str(new_run(config, folder)) if member.rank == 0 else ""
+            folder = Path(broadcast(made, world()))
             if member.local_rank == 0:
-                release(run_dir(Path(folder), config.failover))  # as in `shoal.launch.train`
+                release(run_dir(folder, config.failover))  # as in `shoal.launch.train`
+        assert folder is not None, "a run that exists has a folder"
         if device.type == "cuda":
-            write_collective_traces(Path(folder) / "logs")
+            write_collective_traces(folder / "logs")
         neighbours = None
         if self.records is not None and member.how != "local":  # from here on: loading may hang too
-            neighbours = PeerWatch(member, self.records, config.failover, Path(folder))
+            neighbours = PeerWatch(member, self.records, config.failover, folder)
         samples: dict[str, Dataset] = {split: open_samples(config, split) for split in SPLITS}
         validation = open_validation(config)
         _agree_on_data({**samples, **validation})
         # Locally, the supervisor reports failures.
-        follows = payload.get("restarted") and member.how != "local"
-        lost = self._find_previous(Path(folder)) if follows else None
+        follows = self.restarted and member.how != "local"
+        lost = self._find_previous(folder) if follows else None
         self.trainer = trainer = trainer_class(config)(
             config,
             check(config),
             mesh,
             samples,
-            Path(folder),
-            resume=payload["resume"],
-            restarted=payload.get("restarted", False),
+            folder,
+            resume=self.resume,
+            restarted=self.restarted,
             beat=self.beat,
             local_ranks=member.local_world_size,
             stop=self.stop,
             validation=validation,
         )
         if follows:
-            self._report_previous(Path(folder), lost)
-        elif payload["resume"] and not payload.get("restarted") and member.rank == 0:
+            self._report_previous(folder, lost)
+        elif self.resume and not self.restarted and member.rank == 0:
             write_event(
-                Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how,
-                layout=config.parallel.describe(), changed=list_changes(Path(folder), config),
+                folder, "resumed", step=trainer.step, ranks=member.world_size, how=member.how,
+                layout=config.parallel.describe(), changed=list_changes(folder, config),
             )
         if open_port := open_port_notice(member):
             trainer.display.note(open_port)
@@ -168,11 +171,13 @@ class Generation:
         self.beat.phase(Phase.LEFT)
 
 
-def run(payload: dict[str, Any], *, member: RankEnv, stop: StopRequests | None = None) -> int:
-    """Train as a rank of torchrun or SLURM; return the exit code."""
+def run(
+    config: RunConfig, folder: Path | None, member: RankEnv, stop: StopRequests, *, resume: bool, restarted: bool
+) -> int:
+    """Train as a rank of torchrun or SLURM; return the exit code. See `Generation`."""
     replace_unencodable()
     outlive_readers()
-    return Generation(payload, member, stop).run()
+    return Generation(config, folder, member, stop, resume=resume, restarted=restarted).run()
 
 
 def run_generations(built: Callable[[Trainer], None] | None = None) -> int:
@@ -189,7 +194,12 @@ def run_generations(built: Callable[[Trainer], None] | None = None) -> int:
             with orders.generation():
                 member = detect_rank_env()
                 assert member is not None
-                generation = Generation(read_payload(), member, StopRequests(scratch_folder() / REQUESTED))
+                payload = read_payload()
+                generation = Generation(
+                    build_config(payload["config"]), Path(payload["folder"]), member,
+                    StopRequests(scratch_folder() / REQUESTED), resume=payload["resume"],
+                    restarted=payload["restarted"],
+                )
                 return generation.run(built)
         except (Exception, Abandoned) as error:
             if generation is None or not is_peer_loss(error):

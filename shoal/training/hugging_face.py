@@ -49,7 +49,7 @@ def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_len
     check_writable(Path(out) if out else None, "--out", ".toml", new=True)
     name = Path(folder).expanduser().absolute().name
     folder = find_hf_folder(folder).absolute()
-    values = describe_hf(folder, sequence_length, name)
+    values = describe_hf(folder, name, sequence_length)
     shape = build_config(values).model.shape(vocab=1, sequence_length=1)
     if found := HFWeights(folder, shape).optimizer:  # its files are readable
         names = {"lr": "learning_rate"}

@@ -15,7 +15,6 @@ from tests.trainings.supervised import STEPS, config_of
 IN_A_NAMESPACE = """
 import ctypes, os, shutil, subprocess, sys
 from pathlib import Path
-from shoal.base.section import plain
 from shoal.launch.local_launcher import start_rank_server
 from shoal.launch.supervisor import Supervisor
 from shoal.spec.config import load_config
@@ -33,10 +32,9 @@ for disk in ("memory", "run"):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", place / disk], check=True)
 config = load_config(place / "config.toml")
 folder = new_run(config, place / "run" / "run")
-payload = {"config": plain(config), "folder": str(folder), "resume": False, "made": True}
 with start_rank_server(config, "cpu") as server:
     code = Supervisor(
-        config, payload, folder, "cpu", survivable=False, module="tests.trainings.faulty", server=server
+        config, folder, "cpu", survivable=False, module="tests.trainings.faulty", server=server
     ).run()
 shutil.copytree(folder, copy)
 sys.exit(code)

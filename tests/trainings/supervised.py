@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from shoal.base.section import plain
 from shoal.engine.data.prepare import prepare
 from shoal.launch.prefork import PreforkServer
 from shoal.launch.supervisor import Supervisor
@@ -48,9 +47,8 @@ def supervised(rank_server, tmp_path, monkeypatch) -> Callable[..., tuple[int, P
             monkeypatch.setenv("FAULT_ALWAYS", "1")
         prepare(config.data)
         folder = new_run(config, tmp_path / name)
-        payload = {"config": plain(config), "folder": str(folder), "resume": False, "made": True}
         supervisor = Supervisor(
-            config, payload, folder, "cpu", survivable=False, module="tests.trainings.faulty", server=rank_server
+            config, folder, "cpu", survivable=False, module="tests.trainings.faulty", server=rank_server
         )
         return supervisor.run(), folder
 
@@ -61,8 +59,7 @@ def train_undisturbed(config: RunConfig, folder: Path, server: PreforkServer) ->
     """Train under a supervisor without a fault; returns the folder."""
     prepare(config.data)
     new_run(config, folder)
-    payload = {"config": plain(config), "folder": str(folder), "resume": False, "made": True}
-    assert Supervisor(config, payload, folder, "cpu", survivable=False, server=server).run() == 0
+    assert Supervisor(config, folder, "cpu", survivable=False, server=server).run() == 0
     return folder
 
 

@@ -11,8 +11,9 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +22,6 @@ import tomli_w
 from shoal.base.errors import UsageError
 from shoal.launch.checks.folders import checkpoint_bytes
 from shoal.launch.submit.ray_job import MAX_RESTARTS
-from shoal.launch.submit.template import fill
 from shoal.launch.torch_elastic import OWN_STORE
 from shoal.spec.catalog import ModelShape
 from shoal.spec.cluster_job import ClusterJob
@@ -31,6 +31,7 @@ from shoal.training.check import check
 STORE_PORT = 29400  # torchrun's default for its rendezvous
 JOIN_SECONDS = 3600  # in which all nodes must have started
 GIB = 1 << 30
+PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,34 @@ class _PlacedRun:
         ])  # fmt: skip
 
 
+def fill_template(name: str, values: Mapping[str, object]) -> str:
+    """Return the template of a file that a cluster reads with its placeholders ``{{name}}`` replaced.
+
+    A line with a value of None is left out. A value of several lines, which stands alone on its line, keeps the
+    placeholder's indentation on each of them. Blank lines that follow each other become one.
+
+    Args:
+        name: file among the templates.
+    """
+    lines = []
+    for line in (files(__package__) / "templates" / name).read_text().splitlines():
+        found = PLACEHOLDER.findall(line)
+        if any(values[each] is None for each in found):
+            continue
+        newline = "\n" + line[: len(line) - len(line.lstrip())]
+        filled = line
+        for each in found:
+            filled = filled.replace(f"{{{{{each}}}}}", str(values[each]).replace("\n", newline))
+        lines += [part.rstrip() for part in filled.split("\n")] if found else [filled]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
 def _for_slurm(run: _PlacedRun) -> Submission:
     job, container = run.job, ""
     if job.image:
         mounts = '"$PWD:$PWD"' + (f",{job.volume}:{job.volume}" if job.volume else "")
         container = f' --container-image={job.image} --container-mounts={mounts} --container-workdir="$PWD"'
-    text = fill("slurm.sbatch", {
+    text = fill_template("slurm.sbatch", {
         "name": job.name, "nodes": run.nodes, "ranks": run.ranks, "gpus": run.gpus, "cpus": job.cpus_per_rank,
         "time": job.time or None, "partition": job.partition or None, "account": job.account or None,
         "run_folder": shlex.quote(str(job.run_folder)), "config": run.toml, "container": container,
@@ -154,10 +177,11 @@ def _for_kubernetes(run: _PlacedRun) -> Submission:
     job = run.job
     volume = job.volume or f"{job.name}-runs"
     size = 2 * (run.config.checkpoint.keep + 1) * checkpoint_bytes(run.config, run.shape) // GIB + 1
-    text = fill("kubernetes.yaml", {
+    claim = None if job.volume else fill_template("claim.yaml", {"volume": volume, "size": size}).strip()
+    text = fill_template("kubernetes.yaml", {
         "name": job.name, "nodes": run.nodes, "gpus": run.gpus, "cpus": run.ranks * job.cpus_per_rank,
         "image": json.dumps(job.image), "mount": json.dumps(str(job.run_folder.parent)), "config": run.toml,
-        "volume": volume, "claim": None if job.volume else fill("claim.yaml", {"volume": volume, "size": size}).strip(),
+        "volume": volume, "claim": claim,
         "command": run.start_node("/config/run.toml", f"{job.name}-ranks-0-0.{job.name}", "JOB_COMPLETION_INDEX"),
     })  # fmt: skip
     return Submission(f"{job.name}.yaml", text, ("kubectl", "apply", "--filename", "FILE"))
@@ -167,7 +191,7 @@ def _for_sky(run: _PlacedRun) -> Submission:
     job = run.job
     if run.gpus and not job.gpu:
         raise UsageError("--on sky needs --gpu: the type of GPU to rent, such as H100.")
-    text = fill("sky.yaml", {
+    text = fill_template("sky.yaml", {
         "name": job.name, "nodes": run.nodes, "accelerators": run.gpus and f"{job.gpu}:{run.gpus}",
         "cpus": run.ranks * job.cpus_per_rank, "image": json.dumps(f"docker:{job.image}") if job.image else None,
         "mount": json.dumps(str(job.run_folder.parent)), "volume": json.dumps(job.volume), "config": run.toml,

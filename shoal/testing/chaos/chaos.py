@@ -26,7 +26,6 @@ import psutil
 
 from shoal.base.errors import UsageError
 from shoal.base.polling import wait_until
-from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, verify
 from shoal.engine.data.prepare import prepare
 from shoal.launch.prefork import PreforkServer, safe_environment
@@ -353,9 +352,8 @@ def create_supervisor(
     """Create the supervisor of a run on this machine's CPU; with ``faulty``, inject the faults of the environment."""
     if not resume:
         new_run(config, folder)
-    payload = {"config": plain(config), "folder": str(folder), "resume": resume, "made": True}
     module = "shoal.testing.chaos.fault_injection" if faulty else "shoal.launch.worker"
-    return Supervisor(config, payload, folder, "cpu", survivable=False, module=module, server=server)
+    return Supervisor(config, folder, "cpu", survivable=False, resume=resume, module=module, server=server)
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def open_source(folder: str | Path) -> ModelSource:
         found = find_good_checkpoint(config, folder)
         ends = frozenset({tokenizer.end_of_document})
         return ModelSource(config, shape, str(found.path), config.data.sequence_length, ends)
-    config = build_config(describe_hf(folder.absolute(), name=name))
+    config = build_config(describe_hf(folder.absolute(), name))
     tokenizer = load_tokenizer(config.data.tokenizer)
     shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=1)
     HFWeights(folder, shape)  # its files are readable
@@ -147,19 +147,19 @@ def find_hf_folder(name: str | Path) -> Path:
         ) from None
 
 
-def describe_hf(folder: Path, sequence_length: int = HF_SEQUENCE, name: str = "") -> dict[str, Any]:
+def describe_hf(folder: Path, name: str, sequence_length: int = HF_SEQUENCE) -> dict[str, Any]:
     """Return the values of the config of a run that starts with a model folder.
 
     Args:
         folder: an absolute path.
+        name: name of the model.
         sequence_length: tokens per sequence, if the model has as many.
-        name: name of the model (default: the folder's).
     """
     fields = read_hf_config(folder)
     data: dict[str, Any] = {"sequence_length": min(sequence_length, fields["max_sequence"])}
     if (folder / "tokenizer.json").is_file():
         data["tokenizer"] = str(folder / "tokenizer.json")
-    return {"model": {"name": name or folder.name, "weights": str(folder), **fields}, "data": data}
+    return {"model": {"name": name, "weights": str(folder), **fields}, "data": data}
 
 
 def _hf_ends(folder: Path) -> set[int]:

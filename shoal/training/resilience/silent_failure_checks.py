@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median_low
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,9 +16,8 @@ from shoal.training.records.timer import ActionTimer
 from shoal.training.resilience.reexecute import reexecute
 from shoal.training.resilience.replicas import compare_replicas
 from shoal.training.resilience.spikes import Spike, SpikeDetector
-
-if TYPE_CHECKING:
-    from shoal.training.step.engine import Engine, StepResult
+from shoal.training.step.engine import Engine
+from shoal.training.step.optimizer_step import StepResult
 
 MEASURED = 10
 """Steps timed before each report on stragglers; not all, as timing marks on a device have a cost."""

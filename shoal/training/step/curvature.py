@@ -145,10 +145,11 @@ def _gradients(engine: EngineState) -> list[Tensor]:
 
 @contextmanager
 def _unrecorded(engine: EngineState):
-    """Exclude the enclosed passes from profiles and histograms."""
-    recorders, engine.runtime.recorders = engine.runtime.recorders, []
-    engine.estimating = True
+    """Exclude the enclosed passes from profiles, histograms and the losses of sources."""
+    runtime = engine.runtime
+    before = runtime.recorders, runtime.on_loss
+    runtime.recorders, runtime.on_loss, engine.estimating = [], None, True
     try:
         yield
     finally:
-        engine.runtime.recorders, engine.estimating = recorders, False
+        (runtime.recorders, runtime.on_loss), engine.estimating = before, False

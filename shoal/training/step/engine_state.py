@@ -61,7 +61,7 @@ class EngineState(ModelState):
         self.observe: Callable[[], object] | None = None
         self.estimating = False
         self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
-        self.source_losses = SourceLosses(samples, self.stages, mesh, lambda: self.estimating)
+        self.source_losses = SourceLosses(samples, self.stages, mesh)
         self.runtime = self.build_runtime(self.program)
         self.runtime.on_loss = self.source_losses.add if self.source_losses.names else None
         self.replica_offset = 0

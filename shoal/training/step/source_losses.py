@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -19,11 +17,10 @@ class SourceLosses:
 
     Args:
         samples: the data; without a mixture nothing is summed.
-        paused: whether the running passes are not of the step itself.
     """
 
-    def __init__(self, samples: Dataset, stages: list[LocalStage], mesh: Mesh, paused: Callable[[], bool] = bool):
-        self._mesh, self._paused, self._mixture = mesh, paused, samples if isinstance(samples, MixtureDataset) else None
+    def __init__(self, samples: Dataset, stages: list[LocalStage], mesh: Mesh):
+        self._mesh, self._mixture = mesh, samples if isinstance(samples, MixtureDataset) else None
         self.names = self._mixture.blend.names if self._mixture else ()
         self._sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=mesh.device)
         for stage in stages if self.names else ():
@@ -32,7 +29,7 @@ class SourceLosses:
 
     def add(self, batch: Batch, module: nn.Module) -> None:
         """Add a micro-batch whose loss the module has computed."""
-        if batch.sources is None or self._paused():
+        if batch.sources is None:
             return
         loss = module.loss
         assert isinstance(loss, CrossEntropy) and isinstance(loss.rows, Tensor)

@@ -114,20 +114,16 @@ def time_each(
     )[""]
 
 
-class StepRunner:
-    """Run steps as the trainer does: each result is read after the next step has started, if the engine allows it."""
+def read_late(engine: Engine) -> Callable[[int], object]:
+    """Return a step as the trainer takes it: each result is read after the next has started, if the engine allows."""
+    unread: list[StartedStep] = []
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.unread: StartedStep | None = None
+    def step(number: int) -> None:
+        unread.append(engine.start(number))
+        if len(unread) > 1:
+            unread.pop(0).read()
 
-    def __call__(self, step: int) -> None:
-        if not self.engine.starts_early:
-            self.engine.step(step)
-            return
-        before, self.unread = self.unread, self.engine.start(step)
-        if before is not None:
-            before.read()
+    return step if engine.starts_early else engine.step
 
 
 def describe_rates(setting: GpuSetting, point: RunPoint, step: float, attained: float) -> Row:
@@ -157,7 +153,7 @@ def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> 
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     engine = build_engine(point.config, device)
-    seconds = time_each(StepRunner(engine), setting, together=2)
+    seconds = time_each(read_late(engine), setting, together=2)
     step = median(seconds)
     allocated, reserved = (
         (None, None) if setting.rehearsal else (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
