@@ -13,7 +13,7 @@ def keep_recordings(run_folder: Path) -> tuple[str, ...]:
     """Collect the recordings of an attempt in a new folder ``logs/failure-N`` of a run.
 
     These are traces of torch's profiler and profiles of steps, which stay where they are too (as links, by which those
-    of an earlier attempt are told), and the newest collectives of stuck ranks by torch's flight recorder.
+    of an earlier attempt are recognised), and the newest collectives of stuck ranks by torch's flight recorder.
 
     Returns:
         Their names in the run folder; nothing if there are none, or if the disk is full.
