@@ -198,7 +198,8 @@ def _simulate(
     backward = np.array([(each.flops - each.forward_flops) / rate for each in stages]) + half
     hop = ring_group(cluster, *axis_extent(layout, "pp"))
     size = max(each.message for each in stages)
-    links = MessageTimes(size / hop.hop, hop.hop_latency) if layout.pp > 1 else MessageTimes()
+    latency = hop.hop_latency + cluster_calibration(cluster).numbers["hop"]
+    links = MessageTimes(size / hop.hop, latency) if layout.pp > 1 else MessageTimes()
     return simulate(program, ActionTimes(forward, backward - late, late), links)
 
 
