@@ -198,10 +198,13 @@ def gradient_bytes(row: Row, default: int) -> int:
     """Return the bytes of a gradient.
 
     vTrain's `src/predictor.py` reduces 2 for each parameter of its fp16 models. Megatron-Bridge's recipes of published
-    runs set `grad_reduce_in_fp32 = False` (`scripts/performance/configs`).
+    runs set `grad_reduce_in_fp32 = False` (`scripts/performance/configs`), and NeMo's in 8 bits
+    `grad_sync_dtype: bf16` (NeMo-Framework-Launcher, `conf/training/gpt3/175b_fp8_performance.yaml`).
     """
-    narrow = "vTrain" in (row.get("source_loc") or "") or "Megatron-Bridge" in (row.get("framework") or "")
-    return 2 if narrow else default
+    framework = row.get("framework") or ""
+    nemo = framework.startswith("NeMo") and precision(row, "") == "fp8"
+    narrow = "vTrain" in (row.get("source_loc") or "") or "Megatron-Bridge" in framework
+    return 2 if narrow or nemo else default
 
 
 def blocking(row: Row) -> bool:
