@@ -127,7 +127,7 @@ def describe_data(data: DataConfig) -> DataContents:
     return DataContents(data.tokenizer, tuple(summary), splits, sample.tokens.shape[1], sample.unmasked(), text)
 
 
-def export_megatron(data: DataConfig, out: Path) -> list[Path]:
+def export_megatron(data: DataConfig, out: str | Path) -> list[Path]:
     """Write the token ids of a corpus as files of Megatron: ``out-train`` and ``out-validation``, .bin and .idx each.
 
     Of a mixture, each source has files of its own: ``out-NAME-train``.
@@ -142,13 +142,13 @@ def export_megatron(data: DataConfig, out: Path) -> list[Path]:
     >>> from pathlib import Path
     >>> size = Path("notes.txt").write_text("one fish, two fish\\n" * 100)
     >>> config = shoal.RunConfig.model_validate({"data": {"paths": ["notes.txt"]}})
-    >>> [path.name for path in shoal.export_megatron(config.data, Path("notes"))]
+    >>> [path.name for path in shoal.export_megatron(config.data, "notes")]
     ['notes-train', 'notes-validation']
     """
     check_read(data)
     if data.reads == "synthetic":
         raise UsageError("data.source = 'synthetic' is drawn on use, and has no end.\n  Use another source.")
-    tokenizer, written = load_tokenizer(data.tokenizer), []
+    out, tokenizer, written = Path(out), load_tokenizer(data.tokenizer), []
     for name, source in data.sources().items():
         if source.chat:
             raise UsageError("data.chat: files of Megatron do not say which ids count in the loss.\n  Leave chat out.")

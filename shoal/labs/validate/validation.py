@@ -46,31 +46,35 @@ class Validation:
     scored: Scored
     held_out: list[HeldOut]
 
-    def write_constants(self, path: Path) -> None:
+    def write_constants(self, path: str | Path) -> None:
         """Write the constants as TOML for ``constants`` of `validate_estimates`, and their accuracy beside it."""
+        path = Path(path)
         write_atomically(path, HEAD + tomli_w.dumps(to_tables(self.constants)))
         write_atomically(path.with_stem(f"{path.stem}-accuracy"), ACCURACY + accuracy_text(self.held_out))
 
 
-def validate_estimates(folder: Path, *, constants: Path | None = None, fit: bool = False) -> Validation:
+def validate_estimates(
+    folder: str | Path, *, constants: str | Path | None = None, fit: bool = False
+) -> Validation:
     """Score estimates against published measurements.
 
     Args:
         folder: CSV files with one published point per row (columns: docs/validate.md).
         constants: a TOML file with constants of the cost model (default: shoal's own).
-        fit: fit the constants to these points first, which takes minutes.
+        fit: fit the constants to these points first.
 
     Raises:
         UsageError: the folder is missing or has no measured step, or the file of constants is missing or invalid.
 
     >>> import shoal
-    >>> found = shoal.validate_estimates(Path("measurements"))  # doctest: +SKIP
+    >>> found = shoal.validate_estimates("measurements")  # doctest: +SKIP
     >>> f"{found.scored.time.median:.3f}"  # doctest: +SKIP
     '0.058'
-    >>> shoal.validate_estimates(Path("nowhere"))
+    >>> shoal.validate_estimates("nowhere")
     Traceback (most recent call last):
     shoal.base.errors.UsageError: nowhere: no such folder; give one with CSV files of measurements
     """
+    folder, constants = Path(folder), None if constants is None else Path(constants)
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; give one with CSV files of measurements")
     known = read_calibration(constants)

@@ -113,7 +113,7 @@ def build_config(values: dict[str, Any], *, source: str = "config") -> RunConfig
     return validate(RunConfig, rename_keys(values, RunConfig().model_dump()), source=source)
 
 
-def save_config(config: RunConfig, path: Path, *, new: bool = False) -> None:
+def save_config(config: RunConfig, path: str | Path, *, new: bool = False) -> None:
     """Write a config as TOML that `load_config` reads back unchanged.
 
     Args:
@@ -129,7 +129,7 @@ def save_config(config: RunConfig, path: Path, *, new: bool = False) -> None:
     """
     content = tomli_w.dumps(plain(config))
     if not new:
-        return write_atomically(path, content)
+        return write_atomically(Path(path), content)
     with open(path, "x") as file:
         file.write(content)
     return None
