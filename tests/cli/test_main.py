@@ -70,6 +70,7 @@ TYPED = {
     "float8.amax": ("delayed", ["delayed"]),
     "float8.gradient": ("e4m3", ["e4m3"]),
     "float8.keep": (("layers.0.*", "*.mlp.down"), ["layers.0.*", "*.mlp.down"]),
+    "metrics.sample_prompt": ("Once upon", ["Once upon"]),
     "failover.memory_folder": (Path("/tmp/x y"), ["/tmp/x y"]),
     "failover.spike_window": (9, ["9"]),
     "failover.reexecute_on": ("replica", ["replica"]),
