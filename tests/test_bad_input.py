@@ -59,7 +59,7 @@ JSONL = ("--data.source", "jsonl")
 CASES = {
     # ---- the config
     "a file that is not there": Bad(lambda p: ["train", "/no/such.toml"], ("no such file: /no/such.toml",)),
-    "a folder for a config": Bad(lambda p: ["train", p.folder], ("it is a folder",)),
+    "a folder for a config": Bad(lambda p: ["train", p.folder], ("is the folder of a run",)),
     "a key of 20,000 dots": file("a" + ".a" * 20_000 + " = 1", "nested too deep"),
     "a schedule with a field of 200 kB": Bad(
         lambda p: ["simulate", "--csv", p.write("long.csv", "0F0" * 70_000)], ("field larger than field limit",)),

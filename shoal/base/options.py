@@ -39,7 +39,9 @@ USUAL = {
     "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_size": "tp",
     "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp", "pipeline_parallel_size": "pp",
     "context_parallel_size": "cp", "expert_model_parallel_size": "ep", "num_layers": "layers",
-    "hidden_size": "hidden", "dtype": "precision", "zero_stage": "zero",
+    "hidden_size": "hidden", "dtype": "precision", "zero_stage": "zero", "epochs": "steps", "num_epochs": "steps",
+    "files": "paths", "text": "paths", "data_path": "paths", "output_dir": "run_folder", "out_dir": "run_folder",
+    "gpus": "ranks", "nproc_per_node": "ranks", "max_new_tokens": "max_tokens",
 }  # fmt: skip
 """Fields by the names that other trainers give their options."""
 
@@ -282,12 +284,18 @@ def _without_box(text: str, sections: Mapping[str, type[BaseModel]]) -> str:
         parts[1:-1] = [f"Perhaps you meant: {', '.join(usual)}"]
     parts[0] = re.sub(r"invalid literal for int\(\) with base 10: (.+)", r"\1 is not an integer", parts[0])
     parts[0] = re.sub(r"could not convert string to float: (.+)", r"\1 is not a number", parts[0])
+    parts[0] = re.sub(r"no type matching (.+) could be instantiated from \[(.+)\]\.", _name_kinds, parts[0])
     return "\n  ".join(parts)
+
+
+def _name_kinds(found: re.Match[str]) -> str:
+    kinds = [{"INT": "an integer", "FLOAT": "a number"}.get(kind, kind) for kind in found[1].split("|")]
+    return f"{found[2]} is not {' or '.join(kind for kind in kinds if kind != '{None}')}"
 
 
 def _by_usual_names(unknown: Sequence[str], sections: Mapping[str, type[BaseModel]]) -> Iterator[str]:
     """Yield the options that other trainers call by unknown names."""
-    for field in filter(None, (USUAL.get(name.replace("-", "_")) for name in unknown)):
+    for field in filter(None, (USUAL.get(name.rpartition(".")[2].replace("-", "_")) for name in unknown)):
         for section, kind in sections.items():
             if field in kind.model_fields:
                 yield f"--{section}{'.' * bool(section)}{field.replace('_', '-')}"

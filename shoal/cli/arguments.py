@@ -48,6 +48,8 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
     file, args = split_run_file(args)
     if file and not file.exists():
         refuse_model_name(str(file), "--model" if "model" in options.model_fields else "--model.name")
+    if file and file.suffix in (".txt", ".md", ".jsonl", ".parquet"):
+        raise UsageError(f"{file}: the first word is a run's TOML file.\n  Give a text with --data.paths {file}.")
     base = (load_config(file) if file else RunConfig.model_validate(COMMANDS[command].run or {})).model_dump()
     fields = RunConfig.model_fields
     types = {"": options} | {name: type(fields[name].default) for name in sections or fields}

@@ -31,6 +31,7 @@ def test_an_error_has_no_frame_and_no_colours_even_on_a_terminal(monkeypatch: py
         (["--beta", "1"], "Perhaps you meant: --optimizer.betas, --optimizer.sensitivity-beta"),
         (["--data.path", "x"], "Perhaps you meant: --data.paths, --data.chat"),  # a flag with two names
         (["--lr", "1"], "Perhaps you meant: --optimizer.learning-rate"),
+        (["--optimizer.lr", "1", "--data.files=x"], "Perhaps you meant: --optimizer.learning-rate, --data.paths"),
         (["--micro-batch-size=1", "--lr=1"], "Perhaps you meant: --parallel.micro-batch, --optimizer.learning-rate"),
     ],
 )
@@ -45,6 +46,7 @@ def test_of_several_similar_options_only_the_names_are_shown_and_the_same_name_a
     [
         (["--parallel.tp", "many"], "--parallel.tp: 'many' is not an integer"),
         (["--optimizer.weight-decay", "big"], "--optimizer.weight-decay: 'big' is not a number"),
+        (["--parallel.zero-shard", "all"], "--parallel.zero-shard: 'all' is not an integer"),
     ],
 )
 def test_a_number_that_is_none_is_named(given: list[str], says: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import tomli_w
 
+from shoal.base.errors import UsageError
 from shoal.base.files import read_toml, write_atomically
 from shoal.base.section import Section, plain, validate
 from shoal.spec.config import sections
@@ -95,12 +96,17 @@ def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:
         sections: fields that replace the file's, by section, as options of the command line do: ``train={"steps": 3}``.
 
     Raises:
-        UsageError: no such file, not TOML, an unknown key (the nearest existing key is suggested), or a bad value.
+        UsageError: no such file, a run folder, not TOML, an unknown key (the nearest existing key is suggested), or a
+            bad value.
 
     >>> load_config("no-such-run.toml")
     Traceback (most recent call last):
     shoal.base.errors.UsageError: no such file: no-such-run.toml
     """
+    if (inside := Path(path) / RUN_FILE).is_file():
+        raise UsageError(
+            f"{path} is the folder of a run.\n  Its config is {inside}; shoal train --resume {path} continues it."
+        )
     values = read_toml(path)
     for name, fields in sections.items():
         given = values.get(name, {})

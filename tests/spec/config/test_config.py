@@ -161,8 +161,12 @@ def test_a_wrong_item_does_not_make_a_list_too_short(numbers, error):
     assert error in line
 
 
-@pytest.mark.parametrize(("name", "says"), [("nothing.toml", "no such file: "), (".", "it is a folder")])
+@pytest.mark.parametrize(("name", "says"), [
+    ("nothing.toml", "no such file: "), (".", "it is a folder"), ("run", "run is the folder of a run"),
+])
 def test_a_missing_file_is_named(tmp_path, name, says):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").touch()
     with pytest.raises(UsageError, match=says):
         load_config(tmp_path / name)
 
