@@ -36,7 +36,6 @@ class Order(NamedTuple):
     """Properties of a schedule that bounds need."""
 
     full_backwards: bool  # backwards are not split: a gradient is sent after the weight gradients, too
-    limited: bool  # rank r of p keeps p - r micro-batches in flight, as in 1F1B
     paired: bool  # forwards and backwards of other micro-batches hide each other's exchanges of rows, if there are any
 
 
@@ -93,8 +92,6 @@ class Outline:
         self.groups = [(same, [parts[stage] for stage in same[0]]) for same in groups.values()]
         same_rank = np.append(False, self.holder[1:] == self.holder[:-1])
         begins = np.arange(len(parts)) % self.depth == 0
-        # [stages] True if the previous stage is on the same rank, so that the tensor between them is stored once.
-        self.beside = same_rank & ~begins
         # [stages] Number of messages from the first stage of the same copy.
         self.hops = np.cumsum((~same_rank & ~begins).reshape(self.copies, -1), axis=1).ravel()
 
@@ -160,11 +157,6 @@ class Outline:
         drained = (begins + self.sum_by_rank(through * (forward + upward)) + left).max(axis=1)
         if not order.full_backwards:
             drained = drained + weights[:, :: self.depth].min(axis=1)
-        if order.limited:  # rank r of p has p - r micro-batches in flight, which is its throughput per round trip
-            most = np.arange(len(self._starts), 0, -1)
-            trip = np.cumsum((forward + upward)[:, ::-1], axis=1)[:, ::-1] + 2 * hop * (most - 1)
-            trips, rest = np.divmod(np.reshape(microbatches, (-1, 1)) - 1, most)
-            drained = np.maximum(drained, (begins + (trips + 1) * trip + rest * upward + left).max(axis=1))
         return busy, np.maximum(drained, busy[:, self.first_holders].min(axis=1))
 
     def _before(self, values: np.ndarray) -> np.ndarray:
@@ -276,7 +268,7 @@ def _pipes(
     """Yield a schedule's pipelines by split of the layers; pipelines with equal placement share an outline."""
     schedule = SCHEDULES[fields["schedule"]]
     paired = schedule.name in PAIRED and fields["ep_overlap"] is not False
-    order = Order(schedule.name not in SPLIT_BACKWARD, schedule.name == "1f1b", paired)
+    order = Order(schedule.name not in SPLIT_BACKWARD, paired)
     placement = schedule.placement(pp, schedule.virtual or fields["virtual_stages"])
     for split in splits(run.shape, pp, pipeline_depth(pp, fields), space):
         layers = split["stage_layers"] or ()

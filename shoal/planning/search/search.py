@@ -25,7 +25,6 @@ from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator.columns import Columns, live_before_backwards
 from shoal.pipeline.simulator.player import Player
-from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.stage import StagePrices, paired_passes
@@ -87,11 +86,6 @@ class PlacedModel:
     def kept(self) -> np.ndarray:
         """[stages] Bytes of activations that a micro-batch keeps alive."""
         return self.outline.each(self.plain.activation_bytes)
-
-    @cached_property
-    def kept_first(self) -> np.ndarray:
-        """[stages of the first rank] Like `kept`, with the tensor between two of them counted once."""
-        return (self.kept - self.plain.message * self.outline.beside)[self.outline.holder == 0]
 
     @cached_property
     def empty(self) -> np.ndarray:
@@ -215,14 +209,8 @@ class Search:
         plain, replicas = self._priced(degrees, way, {"zero": 0}), self._replicas(degrees, way)
         each = -(-self.run.shape.layers // degrees["pp"])
         ends = (StagePart(layers, False, False) for layers in (self.dense_first[:each], self.dense_first[-each:]))
-        for kinds, part in {plain.kinds(part): part for part in ends}.items():
-            if plain.forward.distinguishes_layers:
-                kept = activations.total(activations.several(plain.forward, part.layers))
-            else:
-                kept = sum(count * plain.layer_bytes(*kind) for kind, count in kinds)
-            if (replicas.reserved(plain, [part], kept) <= self.capacity).any():
-                return True
-        return False
+        least = (replicas.reserved(plain, [part], plain.layers_bytes(part)) for part in ends)
+        return any((size <= self.capacity).any() for size in least)
 
     def _replicas(self, degrees: Fields, way: Fields) -> ReplicaChoices:
         """Return the ways to shard on a mesh, for any micro-batch."""
@@ -249,7 +237,8 @@ class Search:
             self.placed[key] = PlacedModel(plain, outline, self._replicas(degrees, way))
         placed = self.placed[key]
         begun = first_rank(fields["schedule"], degrees["pp"], microbatches, len(outline.first))
-        alive = float((begun @ placed.kept_first).max())
+        # Two stages of one rank store the tensor between them once.
+        alive = float((begun @ (placed.kept - plain.message)[outline.holder == 0]).max())
         free = self.capacity * (1 + SLACK) - placed.empty
         if not (plain.with_holes(alive) <= free).any():
             return None

@@ -192,10 +192,10 @@ class StageMemory:
             activations.stage(self.forward, part.layers, first=part.first, last=part.last)
         ))
 
-    def layer_bytes(self, sparse: bool, skips: bool) -> int:
-        """Return the bytes that one micro-batch keeps alive in a layer of a kind, cached."""
-        key = ("layer kept", self.pass_key, sparse, skips)
-        return self.once(key, lambda: activations.total(activations.layer(self.forward, sparse=sparse, skips=skips)))
+    def layers_bytes(self, part: StagePart) -> int:
+        """Return the bytes that one micro-batch keeps alive in the layers of a stage alone, cached."""
+        key = ("layers kept", self.pass_key, self._layers(part))
+        return self.once(key, lambda: activations.total(activations.several(self.forward, part.layers)))
 
     @property
     def message(self) -> int:
@@ -217,7 +217,7 @@ class StageMemory:
         for i, (part, unsharded) in enumerate(zip(parts, each, strict=True)):
             going, kept = self._of_others(each, stays, i)
             times: dict[Half, list[tuple[Sequence[int], int, Sequence[int]]]] = {}
-            for when, most in self._merge_contexts(alive[i], stays[i], going, kept).items():
+            for when, most in alive[i].items():
                 if when.kind not in times:
                     times[when.kind] = self._times(part, unsharded, when.kind, stays[i])
                 options = [(full[when.after], more + made[when.nth]) for full, more, made in times[when.kind]]
@@ -233,15 +233,6 @@ class StageMemory:
             (versions - 1) * state.elements * run.policy.compute.itemsize,
         )
         return PeakMemory(*held, float(self.library_bytes + holes))
-
-    def _merge_contexts(self, alive: Alive, stays: int, going: Sequence[int], kept: Sequence[int]) -> Alive:
-        """Merge times with equal gradients and gathered parameters, keeping the maximum alive."""
-        of_stage, of_others, others_kept = self.run.layout.zero >= 2, any(going), any(kept)
-        found: dict[PassContext, float] = {}
-        for (kind, nth, others, after, gathered), most in alive.items():
-            when = PassContext(kind, nth * of_stage, others * of_others, after and stays > 0, gathered * others_kept)
-            found[when] = max(most, found.get(when, most))
-        return found
 
     def working(self, parts: Sequence[StagePart]) -> int:
         """Return a lower bound of the net transient bytes of a full backward, or of its first half, on a rank."""
