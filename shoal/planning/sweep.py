@@ -7,9 +7,9 @@ from typing import Any
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import validate
+from shoal.engine.collectives.position import MeshPosition
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.planning.cost.counts import RankCounts
-from shoal.planning.cost.mesh_position import FirstOfStage
 from shoal.planning.describe import estimate
 from shoal.planning.estimate import Estimate, StepEstimate
 from shoal.spec.catalog.clusters import cluster
@@ -82,4 +82,4 @@ def count_sent(estimated: Estimate) -> dict[tuple[str, str], float]:
     run = estimated.run
     program = build_layout_program(run.layout, run.microbatches)
     by_parts = run.layout.overlaps_products(background=run.cluster.at_once is None)
-    return RankCounts(estimated.forward, program, FirstOfStage(run.layout), run.policy, by_parts=by_parts).sent()
+    return RankCounts(estimated.forward, program, MeshPosition(run.layout, 0), run.policy, by_parts=by_parts).sent()

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shoal.engine.collectives.position import MeshPosition
 from shoal.engine.parallel.context.token_order import TokenAssignment, assign_tokens
 from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program, backward_follows
 from shoal.planning.cost.buckets import Bucket, Filled, fill_buckets
 from shoal.planning.cost.memory.optimizer_state import in_order
-from shoal.planning.cost.mesh_position import MeshPosition
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import LocalParameter, StagePart, stage_parts
 from shoal.planning.cost.time.traffic import (
