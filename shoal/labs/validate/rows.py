@@ -52,8 +52,7 @@ class Point:
     model: str
     quality: str
     gpus: int  # number of accelerators
-    call: dict[str, Any]  # arguments of `shoal.estimate`
-    run: EstimatedRun  # the run that it estimates
+    run: EstimatedRun  # what `shoal.estimate` estimates
     # seconds, bytes: measurements, if any
     seconds: float | None
     bytes: float | None
@@ -87,15 +86,11 @@ def read_row(row: Row, file: str) -> Point:
     s = int(stated(row, "seq"))
     size, kind = columns.memory(row)
     oom = row.get("status") == "oom"
-    call: dict[str, Any] = {
-        "layout": layout, "model": _shape(row, known, named), "cluster": machines, "sequence_length": s,
-        "global_batch": round(batch), "precision": columns.precision(row, half), "fill": False,
-        "software": _software(row, software),
-    }  # fmt: skip
-    run, seconds = describe_run(**call), columns.seconds(row, batch * s, gpus)
-    if not oom:
-        run = _tune(run, row)
-        call["layout"] = run.layout
+    run = describe_run(
+        layout, model=_shape(row, known, named), cluster=machines, sequence_length=s, global_batch=round(batch),
+        precision=columns.precision(row, half), fill=False, software=_software(row, software),
+    )  # fmt: skip
+    run, seconds = run if oom else _tune(run, row), columns.seconds(row, batch * s, gpus)
     if seconds is None and (rate := columns.flop_rate(row, machines.accelerator.dense_flops(half))):
         seconds = columns.counted_flops(row, run) / (rate * gpus)
     seconds = seconds if columns.timed(row) else None
@@ -105,7 +100,7 @@ def read_row(row: Row, file: str) -> Point:
     if oom:
         seconds = size = None
     assumed = tuple(dict.fromkeys(known.assumed))
-    return Point(row_id, file, model, quality, gpus, call, run, seconds, size, kind, oom, assumed)
+    return Point(row_id, file, model, quality, gpus, run, seconds, size, kind, oom, assumed)
 
 
 class _Known:

@@ -12,7 +12,6 @@ import numpy as np
 
 from shoal.labs.validate.fit import estimate_points
 from shoal.labs.validate.rows import Point, stack
-from shoal.planning.describe import estimate
 from shoal.planning.estimate import run_accuracy
 from shoal.planning.software_estimate import SoftwareEstimate
 from shoal.spec.catalog.accuracy import Kind
@@ -151,15 +150,14 @@ class Scored:
 
 
 def score(points: Sequence[Point], constants: Calibration | None = None) -> Scored:
-    """Estimate every point with `shoal.estimate`, or all together by the same closed forms with other constants."""
+    """Estimate every point as `shoal.estimate` does, or all together by the same closed forms with other constants."""
     runs = stack(points)
     if constants is not None:
         seconds, size, part = estimate_points(runs, points, constants)
     else:
         found = []
         for p in points:
-            said = estimate(**p.call)
-            assert isinstance(said, SoftwareEstimate), "publications are of other software"
+            said = SoftwareEstimate(p.run)  # publications are of other software
             counted = float(said.footprint.counted(np.array([p.memory_kind]))[0])
             found.append((said.step_seconds, counted, said.fullest.reserved / said.capacity))
         seconds, size, part = np.array(found).T
