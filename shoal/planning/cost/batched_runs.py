@@ -20,7 +20,7 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import Software, software_table
-from shoal.spec.layout import Recompute
+from shoal.spec.layout import Layout
 
 RECOMPUTE = ("none", "selective", "full", "operators")
 """What a backward recomputes: nothing; the attention core; a layer; or a layer except every second product and
@@ -219,11 +219,6 @@ def network_name(cluster: Cluster) -> str:
     return max(known, key=len) if known else "roce" if "ethernet" in name else "infiniband"
 
 
-def recompute_code(mode: Recompute, software: Software) -> int:
-    """Return the index in `RECOMPUTE` of what a software recomputes in a layout's mode."""
-    return RECOMPUTE.index("operators" if (mode, software.selective) == ("selective", "operators") else mode)
-
-
 def describe_row(run: EstimatedRun) -> dict[str, Any]:
     """Return a run as a row of `Runs`: model, layout, cluster and software.
 
@@ -231,22 +226,15 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
     """
     shape, layout, cluster, software = run.shape, run.layout, run.cluster, run.software
     machine, wide = cluster.accelerator, run.policy.compute.itemsize / E
-    warmup, alive = SCHEDULES.get(layout.schedule, (1.0, 1.0))
     unfused = (run.attention == "explicit" and layout.cp == 1) or shape.softcap is not None
     kernel = "unfused" if unfused else run.flash
     network = network_name(cluster)
-    virtual = (layout.virtual_stages or 2) if layout.schedule == "interleaved-1f1b" and layout.pp > 1 else 1
-    row = {name: getattr(software, name) for name in FACTS}
+    row = {name: getattr(software, name) for name in FACTS} | describe_layout(layout, software, run.global_batch)
     return row | {
         "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
         "head_dim": shape.query_dim, "value_dim": shape.value_dim, **_latent(shape),
         "vocab": shape.vocab, "further": shape.mtp_depth, "gated": shape.family == "llama", "tied": shape.tied,
-        **_experts(run), "seen": run.computed_scores, "s": run.sequence_length, "b": layout.micro_batch,
-        "microbatches": max(1.0, run.global_batch / (layout.dp * layout.micro_batch)),
-        "tp": layout.tp, "tp_x": layout.tp_x, "pp": layout.pp, "virtual": virtual, "dp": layout.dp, "cp": layout.cp,
-        "ep": layout.ep, "etp": layout.expert_tensor, "zero": layout.zero, "shard": layout.shards,
-        "sequence_parallel": layout.sequence_parallel,
-        "recompute": recompute_code(layout.recompute, software), "warmup": warmup, "alive": alive,
+        **_experts(run), "seen": run.computed_scores, "s": run.sequence_length,
         "software": list(software_table()).index(software.name), "attention": ATTENTION.index(kernel),
         "generation": GENERATIONS.index(machine.generation), "network": NETWORKS.index(network),
         "peak": machine.dense_flops(KINDS[run.policy.compute.name]), "attainable": machine.matmul_efficiency,
@@ -256,6 +244,19 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
         "inside": cluster.inside.bandwidth * (2 if cluster.torus else 1) / wide if cluster.inside else inf,
         "nic": cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf,
         "per_node": cluster.per_node, "axes": max(1, len(cluster.torus)), "through_memory": cluster.at_once is not None,
+    }  # fmt: skip
+
+
+def describe_layout(layout: Layout, software: Software, global_batch: int) -> dict[str, float]:
+    """Return the columns of `Runs` that depend on the layout alone, of the runs of one batch on one cluster."""
+    again, of = layout.recompute, ("tp", "tp_x", "pp", "dp", "cp", "ep", "zero", "sequence_parallel")
+    operators = (again, software.selective) == ("selective", "operators")
+    warmup, alive = SCHEDULES.get(layout.schedule, (1.0, 1.0))
+    virtual = (layout.virtual_stages or 2) if layout.schedule == "interleaved-1f1b" and layout.pp > 1 else 1
+    return {name: getattr(layout, name) for name in of} | {
+        "b": layout.micro_batch, "microbatches": max(1.0, global_batch / (layout.dp * layout.micro_batch)),
+        "virtual": virtual, "etp": layout.expert_tensor, "shard": layout.shards,
+        "recompute": RECOMPUTE.index("operators" if operators else again), "warmup": warmup, "alive": alive,
     }  # fmt: skip
 
 

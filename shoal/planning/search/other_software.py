@@ -9,23 +9,16 @@ from math import inf
 
 import numpy as np
 
-from shoal.planning.cost.batched_runs import SCHEDULES, Runs, describe_row, recompute_code
+from shoal.planning.cost.batched_runs import SCHEDULES, Runs, describe_layout, describe_row
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.kinds import Shelf
 from shoal.planning.search.plan import Plan, PricedLayout, Progressing
-from shoal.planning.search.space import (
-    Fields,
-    LayoutSpace,
-    build_layout,
-    meshes,
-    pipelines,
-    shardings,
-    works,
-)
+from shoal.planning.search.space import Fields, LayoutSpace, build_layout, meshes, pipelines, shardings, works
 from shoal.planning.software_estimate import SoftwareEstimate
 from shoal.spec.catalog.calibration import cluster_calibration
+from shoal.spec.layout import Layout
 
 
 def search_software(
@@ -43,17 +36,18 @@ def search_software(
     shelf = Shelf(run, diverse=diverse, within=within)
     every = list(meshes(run, space))
     for done, degrees in enumerate(every, 1):
-        levels = list(_choices(run, degrees, space))
-        if not levels:
+        found = list(_layouts(run, degrees, space))
+        if not found:
             continue
-        runs = Runs.vary(describe_row(run), _columns(run, levels))
-        plan.branches += len(levels)
+        rows = [describe_layout(layout, run.software, run.global_batch) for layout in found]
+        runs = Runs.vary(describe_row(run), {name: np.array([row[name] for row in rows]) for name in rows[0]})
+        plan.branches += len(found)
         fits = np.flatnonzero(footprint(runs, constants).fits)
         seconds = step(runs.take(fits), constants).seconds if len(fits) else np.zeros(0)
         for i in np.argsort(seconds, kind="stable"):
             if seconds[i] > shelf.limit:
                 break
-            layout = build_layout(space, *levels[fits[i]])
+            layout = found[fits[i]]
             if seconds[i] <= shelf.limits[shelf.level(layout)].max():
                 estimate = SoftwareEstimate(replace(run, layout=layout))
                 shelf.keep(PricedLayout(float(seconds[i]), layout, estimate.fullest), estimate.capacity)
@@ -64,8 +58,8 @@ def search_software(
     return plan
 
 
-def _choices(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[tuple[Fields, ...]]:
-    """Yield the layouts of a mesh, level by level."""
+def _layouts(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[Layout]:
+    """Yield the layouts of a mesh."""
     if degrees["ulysses"] > 1 or degrees["tp"] > run.cluster.per_node:
         return  # the closed forms do not distinguish the first; tensor parallelism stays inside a node
     shards = [s for s in shardings(degrees, space) if s["zero"] in run.software.zero_stages]
@@ -77,20 +71,4 @@ def _choices(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator
             if not run.software.balanced and run.shape.layers % depth and (run.shape.layers + 2) % depth:
                 continue  # stages have equal numbers of layers, or of layers, embedding and head
             for shard in shards:
-                yield degrees, work, pipe, shard
-
-
-def _columns(run: EstimatedRun, levels: list[tuple[Fields, ...]]) -> dict[str, np.ndarray]:
-    """Return the columns of `Runs` that depend on the layout."""
-    rows = []
-    for degrees, work, pipe, shard in levels:
-        warmup, alive = SCHEDULES[pipe["schedule"]]
-        rows.append({
-            **{name: degrees[name] for name in ("dp", "tp", "pp", "cp", "ep")}, "etp": degrees["etp"] or degrees["tp"],
-            "b": work["micro_batch"], "microbatches": run.global_batch / (degrees["dp"] * work["micro_batch"]),
-            "sequence_parallel": work["sequence_parallel"],
-            "recompute": recompute_code(work["recompute"], run.software), "virtual": pipe["virtual_stages"] or 1,
-            "warmup": warmup, "alive": alive, "zero": shard["zero"],
-            "shard": (shard["zero_shard"] or degrees["dp"]) * degrees["cp"] if shard["zero"] else 1,
-        })  # fmt: skip
-    return {name: np.array([row[name] for row in rows], float) for name in rows[0]}
+                yield build_layout(space, degrees, work, pipe, shard)
