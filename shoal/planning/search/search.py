@@ -3,16 +3,15 @@
 The search is best-first over `shoal.planning.search.space`. Each work item with each pipeline is a branch with a lower
 bound (`shoal.planning.search.branches`). In order of this bound, a branch gets a tighter one, from the memory of its
 first rank and the time that ZeRO adds, and is queued again with it. Then its layouts are simulated
-(`shoal.pipeline.simulator`) together with others of the same program, until all remaining bounds exceed the fastest
-known layout that is no more complex (`shoal.planning.search.kinds`). No bound exceeds the estimate, so the result
-equals that of pricing every layout.
+(`shoal.pipeline.simulator`), until all remaining bounds exceed the fastest known layout that is no more complex
+(`shoal.planning.search.kinds`). No bound exceeds the estimate, so the result equals that of pricing every layout.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -23,19 +22,20 @@ import numpy as np
 from shoal.base.errors import UsageError
 from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.simulator.columns import Columns, live_before_backwards
+from shoal.pipeline.simulator.columns import live_before_backwards
 from shoal.pipeline.simulator.player import Player
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.stage import StagePrices, paired_passes
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.branches import Branch, EqualRanks, Outline, WorkItem, branches, first_rank, hide_rows
+from shoal.planning.search.branches import Branch, Outline, WorkItem, branches, first_rank, hide_rows
 from shoal.planning.search.kinds import SLACK, Shelf, mesh_complexity
 from shoal.planning.search.other_software import search_software
 from shoal.planning.search.plan import Plan, PricedLayout, Progressing, order
 from shoal.planning.search.replicas import ReplicaChoices
 from shoal.planning.search.space import Fields, LayoutSpace, build_layout, meshes, shardings, works
+from shoal.spec.layout import Layout
 
 
 def search(
@@ -130,17 +130,6 @@ class BoundedBranch(NamedTuple):
         return (self.of_way <= limits[:, 0]) | (self.margin & (self.of_way <= limits[:, 1]))
 
 
-class Candidate(NamedTuple):
-    """A layout that no bound excludes."""
-
-    levels: tuple[Fields, ...]  # its fields
-    stages: StagePrices  # its priced stages
-    seconds: np.ndarray  # [7, stages] times, see `Player.step_times`
-    launched: float  # minimum seconds in which a host launches a step
-    alive: list[EqualRanks]  # activations alive on its ranks (`Outline.alive`)
-    complexity: int  # its complexity (`shoal.planning.search.kinds`)
-
-
 class Search:
     """State of a search; `search` describes the arguments."""
 
@@ -158,20 +147,14 @@ class Search:
     def all(self, progress: Progressing | None = None) -> None:
         """Visit all branches, in order of their lower bound."""
         self.plan.branches, every = branches(self.run, self.space, self._works())
-        waiting: list[tuple[float, int, tuple]] = []
-        by_program: dict[tuple, dict[int, BoundedBranch]] = {}  # waiting branches
+        waiting: list[tuple[float, int, BoundedBranch]] = []
 
         def look(until: float) -> None:
             """Simulate the waiting branches whose bound is below ``until``."""
             while waiting and waiting[0][0] < until and waiting[0][0] <= self.shelf.limit:
-                _, number, program = heappop(waiting)
-                if number in (same := by_program[program]):
-                    # Once a layout is known, simulate all other wanted branches of the same program as well.
-                    rest = same if self.shelf.cells else (number,)
-                    now = [n for n in sorted(rest) if n == number or same[n].wanted(self.shelf).any()]
-                    self._play([same.pop(n) for n in now])
-                    if progress:
-                        progress(passed, self.plan.branches, self.plan)
+                self._play(heappop(waiting)[2])
+                if progress:
+                    progress(passed, self.plan.branches, self.plan)
 
         passed = looked = 0
         for branch in every:
@@ -183,8 +166,7 @@ class Search:
                 continue
             looked += 1
             if found := self._bound(branch):
-                heappush(waiting, (found.least, branch.number, branch.program))
-                by_program.setdefault(branch.program, {})[branch.number] = found
+                heappush(waiting, (found.least, branch.number, found))
         look(np.inf)
         self.plan.pruned = self.plan.branches - looked
 
@@ -255,54 +237,50 @@ class Search:
         wanted = of_way[found.wanted(self.shelf)]
         return found._replace(least=float(wanted.min())) if len(wanted) else None
 
-    def _play(self, together: Sequence[BoundedBranch]) -> None:
-        """Simulate the layouts of some branches of one program, and keep the best that fit."""
-        player = self._player(together[0].branch)
-        found = [candidate for bounded in together for candidate in self._candidates(bounded, player.columns)]
-        if not found:
+    def _play(self, bounded: BoundedBranch) -> None:
+        """Simulate the layouts of a branch that no bound excludes, and keep the best that fit."""
+        branch, placed, (degrees, way, _, plain, _) = bounded.branch, bounded.placed, bounded.branch.work
+        ways = np.flatnonzero(bounded.wanted(self.shelf))
+        if not len(ways):
             return
-        times = np.stack([candidate.seconds for candidate in found], axis=2)
-        played = player.step_times(times, [candidate.stages.link for candidate in found])
-        seconds = np.maximum(played, [candidate.launched for candidate in found])
+        outline, player = branch.pipe.outline, self._player(branch)
+        between = outline.each(plain.split_backward_bytes)
+        alive = outline.alive(live_before_backwards(player.columns, placed.kept, between, plain.message))
+        needed = np.array([placed.replicas.at_worst(plain, *of) for of in alive]).max(axis=0)
+        ways = ways[needed[ways] <= self.capacity * (1 + SLACK)]
+        if not len(ways):
+            return
+        levels = (degrees, way, branch.pipe.fields, branch.pipe.split)
+        layouts = [build_layout(self.space, *levels, placed.replicas.ways[i]) for i in ways]
+        found = [self._priced(degrees, way, placed.replicas.ways[i]) for i in ways]
+        times, launched = zip(*(self._times(branch, placed, stages) for stages in found), strict=True)
+        played = player.step_times(np.stack(times, axis=2), [stages.link for stages in found])
         self.plan.played += len(found)
-        steps = [self._step(candidate, float(least)) for least, candidate in zip(seconds, found, strict=True)]
+        steps = [self._step(*of) for of in zip(layouts, np.maximum(played, launched).tolist(), strict=True)]
         for i in np.argsort(steps, kind="stable"):
-            if steps[i] <= self.shelf.limits[found[i].complexity].max():  # otherwise skip the memory: it is slow
-                each = (found[i].stages.peak_memory(*of) for of in found[i].alive)
-                memory = max(each, key=lambda memory: memory.reserved)
+            if steps[i] <= self.shelf.limits[bounded.levels[ways[i]]].max():  # otherwise skip the memory: it is slow
+                memory = max((found[i].peak_memory(*of) for of in alive), key=lambda memory: memory.reserved)
                 if memory.reserved <= self.capacity:
-                    layout = build_layout(self.space, *found[i].levels)
-                    self.shelf.keep(PricedLayout(steps[i], layout, memory), self.capacity)
+                    self.shelf.keep(PricedLayout(steps[i], layouts[i], memory), self.capacity)
                     self.plan.best = [min(self.shelf.cells.values(), key=order)]
 
-    def _step(self, candidate: Candidate, least: float) -> float:
+    @staticmethod
+    def _times(branch: Branch, placed: PlacedModel, stages: StagePrices) -> tuple[np.ndarray, float]:
+        """Return [7, stages] seconds of `Player.step_times`, and the minimum in which a host launches a step."""
+        outline, priced = placed.outline, [stages.stage_times(part) for part in placed.outline.kinds]
+        passes = np.array([each.passes for each in priced]).T[:, outline.kind]
+        reduce, step, gather = finishing = outline.each(stages.finish_times)
+        pair = paired_passes(passes, placed.hidden, outline.holder) if branch.paired else passes[0]
+        longest = np.full_like(step, outline.sum_by_rank(step).max())
+        launched = np.array([each.launched for each in priced])[outline.kind]
+        host = outline.through(branch.work.microbatches)[0] * launched + finishing.sum(axis=0)
+        return np.stack([*passes, reduce, longest, gather, pair]), float(outline.sum_by_rank(host).max())
+
+    def _step(self, layout: Layout, least: float) -> float:
         """Return the seconds of a step, including the case of fewer cores than ranks."""
         if self.run.cluster.at_once is None or least > self.shelf.limit:
             return least
-        run = replace(self.run, layout=build_layout(self.space, *candidate.levels))
-        return Estimate(run, known=self.known).step_seconds
-
-    def _candidates(self, bounded: BoundedBranch, columns: Columns) -> Iterator[Candidate]:
-        branch, placed, (degrees, way, microbatches, plain, _) = bounded.branch, bounded.placed, bounded.branch.work
-        ways = np.flatnonzero(bounded.wanted(self.shelf)).tolist()
-        if not ways:
-            return
-        outline, between = branch.pipe.outline, branch.pipe.outline.each(plain.split_backward_bytes)
-        alive = outline.alive(live_before_backwards(columns, placed.kept, between, plain.message))
-        fits = np.array([placed.replicas.at_worst(plain, *of) for of in alive]).max(axis=0)
-        through = outline.through(microbatches)[0]
-        for i in (i for i in ways if fits[i] <= self.capacity * (1 + SLACK)):
-            shards, level = placed.replicas.ways[i], int(bounded.levels[i])
-            stages = self._priced(degrees, way, shards)
-            priced = [stages.stage_times(part) for part in outline.kinds]
-            times = np.array([each.passes for each in priced]).T[:, outline.kind]
-            reduce, step, gather = finishing = outline.each(stages.finish_times)
-            host = through * np.array([each.launched for each in priced])[outline.kind] + finishing.sum(axis=0)
-            longest = np.full_like(step, outline.sum_by_rank(step).max())
-            levels = (degrees, way, branch.pipe.fields, branch.pipe.split, shards)
-            pair = paired_passes(times, placed.hidden, outline.holder) if branch.paired else times[0]
-            seconds, launched = np.stack([*times, reduce, longest, gather, pair]), outline.sum_by_rank(host).max()
-            yield Candidate(levels, stages, seconds, float(launched), alive, level)
+        return Estimate(replace(self.run, layout=layout), known=self.known).step_seconds
 
     def _player(self, branch: Branch) -> Player:
         """Return the player of the branch's program, built once."""
