@@ -17,7 +17,7 @@ class PageOptions(Section):
     """Options of a local page."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port on 127.0.0.1 (default: a free one)."""
+    """Port on 127.0.0.1; 0 takes a free one."""
 
     browser: bool = True
     """Open the page in the browser."""
