@@ -91,6 +91,10 @@ class OwnModel:
 
     def __post_init__(self) -> None:
         """Raises `UsageError` if `model` or another function is not callable, or names are given as one text."""
+        if isinstance(self.model, nn.Module):
+            kind = type(self.model).__name__
+            raise UsageError(f"model.module: its model is a module, {kind}.\n  Give a function that makes it on each "
+                             "rank, such as lambda: Net().")
         for name in ("model", "loss", "collate", "make_optimizer", "schedule", "on_step", "on_validation", "on_save"):
             value = getattr(self, name)
             if not callable(value) and not (value is None and name not in ("model", "loss", "collate")):

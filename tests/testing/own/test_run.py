@@ -160,6 +160,7 @@ def test_another_model_does_not_resume_a_run(undisturbed):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     ({"loss": None}, "its loss is NoneType None"),
+    ({"model": torch.nn.Linear(4, 1)}, "its model is a module, Linear.\\n  Give a function"),
     ({"blocks": "layers"}, "its blocks are the text 'layers'"),
     ({"trian": {}}, "Run: there is no key 'trian'; did you mean 'train'"),
     ({"train": {"stpes": 1}}, r"Run: there is no key 'train.stpes'; did you mean 'steps'"),
