@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_or
 from pydantic import BaseModel
 
 from shoal.base.errors import UsageError
-from shoal.base.section import Section, docstrings, validate
+from shoal.base.section import USUAL, Section, docstrings, validate
 
 T = TypeVar("T", bound=Section)
 
@@ -31,19 +31,6 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")  # of colours
 
 FRAME = {"╭": "─", "├": "─", "╰": "─", "│": " "}
 """First character of a line of the help's frame, and what fills the line."""
-
-USUAL = {
-    "lr": "learning_rate", "batch_size": "global_batch", "global_batch_size": "global_batch",
-    "micro_batch_size": "micro_batch", "seq_len": "sequence_length", "seq_length": "sequence_length",
-    "max_seq_len": "sequence_length", "max_steps": "steps", "num_steps": "steps", "train_iters": "steps",
-    "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_size": "tp",
-    "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp", "pipeline_parallel_size": "pp",
-    "context_parallel_size": "cp", "expert_model_parallel_size": "ep", "num_layers": "layers",
-    "hidden_size": "hidden", "dtype": "precision", "zero_stage": "zero", "epochs": "steps", "num_epochs": "steps",
-    "files": "paths", "text": "paths", "data_path": "paths", "output_dir": "run_folder", "out_dir": "run_folder",
-    "gpus": "ranks", "nproc_per_node": "ranks", "max_new_tokens": "max_tokens",
-}  # fmt: skip
-"""Fields by the names that other trainers give their options."""
 
 POSITIONAL: Any = object()
 """Annotation of a positional argument. Another field may end in "_", which its option leaves out: a section has

@@ -81,13 +81,28 @@ def _as_json(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
+USUAL = {
+    "lr": "learning_rate", "batch_size": "global_batch", "global_batch_size": "global_batch",
+    "micro_batch_size": "micro_batch", "seq_len": "sequence_length", "seq_length": "sequence_length",
+    "max_seq_len": "sequence_length", "max_steps": "steps", "num_steps": "steps", "train_iters": "steps",
+    "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_size": "tp",
+    "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp", "pipeline_parallel_size": "pp",
+    "context_parallel_size": "cp", "expert_model_parallel_size": "ep", "num_layers": "layers",
+    "hidden_size": "hidden", "dtype": "precision", "zero_stage": "zero", "epochs": "steps", "num_epochs": "steps",
+    "files": "paths", "text": "paths", "data_path": "paths", "output_dir": "run_folder", "out_dir": "run_folder",
+    "gpus": "ranks", "nproc_per_node": "ranks", "max_new_tokens": "max_tokens",
+}  # fmt: skip
+"""Fields by the names that other trainers give them."""
+
+
 def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str]:
     """Return the start of a message, equal for all errors of a field, and the error itself."""
     keys = _keys(section, error["loc"])
     dotted = _printable(".".join((*outer, *keys)))
     if error["type"] == "extra_forbidden":
-        elsewhere = [f"{name}.{keys[-1]}" for name, field in section.model_fields.items()
-                     if keys[-1] in getattr(field.annotation, "model_fields", {})]
+        known = USUAL.get(keys[-1], keys[-1])
+        elsewhere = [f"{name}.{known}" for name, field in section.model_fields.items()
+                     if known in getattr(field.annotation, "model_fields", {})]
         if elsewhere:
             return f"there is no key '{dotted}'; ", f"did you mean '{' or '.join(elsewhere)}'?"
         for key in keys[:-1]:
