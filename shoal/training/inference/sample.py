@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.base.errors import UsageError
+from shoal.engine.checkpoint import list_checkpoints
 from shoal.engine.data.batches import Dataset
 from shoal.engine.data.tokenizer import Tokenizer
 from shoal.spec.catalog import ModelShape
@@ -14,6 +15,7 @@ from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.training.inference.generate import Sampling, generate
 from shoal.training.inference.source import ModelSource, load_model, open_source, read_any_length
+from shoal.training.run_folder import get_checkpoint_folder
 from shoal.training.step.model_state import ModelState
 
 Show = Callable[[str], object]
@@ -139,7 +141,8 @@ def sample_run(
     """
     given = config.metrics.sample_prompt
     if config.model.module:
-        note("the weights: shoal.load_checkpoint(folder of a checkpoint, prefix='model.')")
+        for _, path in list_checkpoints(get_checkpoint_folder(config, folder))[-1:]:
+            note(f"the weights: shoal.load_checkpoint({str(path)!r}, prefix='model.')")
     elif given == "":
         pass
     elif shape.experts is not None and shape.experts.gate == "expert-choice":
