@@ -18,7 +18,7 @@ from shoal.base.options import listed, read
 from shoal.base.section import Section, validate
 from shoal.cli.commands import COMMANDS
 from shoal.spec.catalog.models import model_names
-from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config
+from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, suggest_run
 
 T = TypeVar("T", bound=Section)
 
@@ -116,7 +116,8 @@ def _complete_resume(args: list[str]) -> list[str]:
     if split_run_file(args)[0] is None:
         run_file = Path(args[i]) / RUN_FILE
         if not run_file.is_file():
-            raise UsageError(f"--resume {args[i]}: not a run folder: it has no {RUN_FILE}.")
+            near = suggest_run(args[i])
+            raise UsageError(f"--resume {args[i]}: not a run folder: it has no {RUN_FILE}.{near}")
         args.insert(0, str(run_file))
     return args
 

@@ -27,7 +27,7 @@ from shoal.report.timeline.measured import MeasuredStep
 from shoal.report.timeline.palette import NAMES
 from shoal.report.timeline.terminal import show
 from shoal.report.timeline.write import KINDS, write
-from shoal.spec.config import RUN_FILE, RunConfig, load_config
+from shoal.spec.config import RUN_FILE, RunConfig, load_config, suggest_run
 from shoal.training.records.histograms import read_histograms
 from shoal.training.records.metrics import StepMetrics, read_metrics
 from shoal.training.records.profile import FOLDER, read_profile
@@ -163,7 +163,7 @@ def open_run(folder: Path) -> RunConfig:
         UsageError: the folder is not that of a run, or its config is wrong.
     """
     if not (folder / RUN_FILE).is_file():
-        raise UsageError(f"{folder} is not a run folder: it has no {RUN_FILE}.")
+        raise UsageError(f"{folder} is not a run folder: it has no {RUN_FILE}.{suggest_run(folder)}")
     return load_config(folder / RUN_FILE)
 
 

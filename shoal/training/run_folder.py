@@ -26,7 +26,7 @@ from shoal.engine.checkpoint.manifest import read_manifest
 from shoal.engine.data.chat import TEMPLATE_FILES
 from shoal.engine.own.definition import PICKLED
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config
+from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config, suggest_run
 from shoal.training.records.metrics import read_metrics
 from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.resilience.memory_slot import newest_step
@@ -169,7 +169,7 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: b
             all steps already.
     """
     if not (folder / RUN_FILE).is_file():
-        raise UsageError(f"--resume {folder}: not the folder of a run ({RUN_FILE} is missing).")
+        raise UsageError(f"--resume {folder}: not the folder of a run ({RUN_FILE} is missing).{suggest_run(folder)}")
     first = load_config(folder / RUN_FILE)
     found = [*_differences(first, config), *_model_differences(config, folder, shape)]
     if found:

@@ -114,6 +114,14 @@ def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:
     return build_config(values, source=str(path))
 
 
+def suggest_run(path: str | Path) -> str:
+    """Return the end of an error about what is no run folder: the run around it, or the newest in it, if any."""
+    around = [parent for parent in Path(path).parents if parent.parts and (parent / RUN_FILE).is_file()]
+    inside = sorted(Path(path).glob(f"*/{RUN_FILE}"), key=lambda file: file.stat().st_mtime)
+    near = [*around[:1], *(file.parent for file in inside[-1:])]
+    return f"\n  Did you mean {near[0]}?" if near else ""
+
+
 def build_config(values: dict[str, Any], *, source: str = "config") -> RunConfig:
     """Build a `RunConfig` from nested plain values; errors name the keys of the file."""
     return validate(RunConfig, rename_keys(values, RunConfig().model_dump()), source=source)

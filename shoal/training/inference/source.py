@@ -27,7 +27,7 @@ from shoal.engine.device import choose_transport, pick_device
 from shoal.engine.models.experts.router import Router, find_modules
 from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RUN_FILE, DataConfig, RunConfig, build_config, load_config
+from shoal.spec.config import RUN_FILE, DataConfig, RunConfig, build_config, load_config, suggest_run
 from shoal.spec.config.sections import TrainConfig
 from shoal.spec.layout import Layout
 from shoal.training.run_folder import get_checkpoint_folder, with_own_tokenizer
@@ -113,7 +113,7 @@ def describe_run(folder: str | Path) -> tuple[RunConfig, ModelShape, Tokenizer]:
     """Return the config of a run, its model and its tokenizer; raise `UsageError` without a run in the folder."""
     if not (file := Path(folder, RUN_FILE)).is_file():
         raise UsageError(f"{folder} is not the folder of a run ({RUN_FILE} is missing), nor of a model in Hugging "
-                         "Face's format (config.json is missing).")
+                         f"Face's format (config.json is missing).{suggest_run(folder)}")
     config = with_own_tokenizer(load_config(file), Path(folder))
     if config.model.module:
         raise UsageError("this needs a model of text, and the run's is its own (model.module)."

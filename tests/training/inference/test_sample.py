@@ -296,6 +296,9 @@ def test_what_is_no_run_is_refused(tied, tmp_path, capsys):
     _, folder = tied
     assert main(["sample", str(tmp_path), "def "]) == 2
     assert f"{tmp_path} is not the folder of a run (run.toml is missing)" in capsys.readouterr().err
+    for near in ("checkpoints", "run.toml"):
+        assert main(["sample", str(folder / near), "def "]) == 2
+        assert f"\n  Did you mean {folder}?" in capsys.readouterr().err
     shutil.copy(folder / "run.toml", tmp_path / "run.toml")
     assert main(["sample", str(tmp_path), "def "]) == 2
     assert "has no good checkpoint" in capsys.readouterr().err
