@@ -28,9 +28,9 @@ from shoal.training.fault_knobs import FaultKnobs, RankTimes, TimedSteps, times_
 from shoal.training.inference.sample import sample_run
 from shoal.training.nonfinite_locator import locate_nonfinite
 from shoal.training.records.display import Display
-from shoal.training.records.histograms import Histograms
+from shoal.training.records.histogram_recorder import Histograms
 from shoal.training.records.metrics import MetricsWriter, StepMetrics
-from shoal.training.records.profile import Profiler
+from shoal.training.records.profiler import Profiler
 from shoal.training.records.timer import StepTimer
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from shoal.spec.number_formats import Format
+
+if TYPE_CHECKING:  # slow import
+    from torch import Tensor
 
 BINS = 1024
 PER_OCTAVE = 4
@@ -22,6 +23,8 @@ _BIAS = 127
 
 def count(x: Tensor) -> Tensor:
     """Count the elements in each bin: [BINS] int64."""
+    import torch  # slow import
+
     bits = x.detach().float().abs().contiguous().view(torch.int32) >> _FRACTION_BITS
     return torch.bincount(bits.flatten(), minlength=BINS)
 

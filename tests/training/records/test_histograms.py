@@ -13,7 +13,8 @@ from shoal.engine.precision.histogram import BINS, PER_OCTAVE, find_bin
 from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import RunConfig, build_config
-from shoal.training.records.histograms import KINDS, Histograms, read_histograms
+from shoal.training.records.histogram_recorder import Histograms
+from shoal.training.records.histograms import KINDS, read_histograms
 from shoal.training.step.optimizer_step import NonFinite
 from tests.engine.parallel.counting import engine_of
 from tests.testing.verify.runs import small_run

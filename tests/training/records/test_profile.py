@@ -15,7 +15,8 @@ from shoal.cli.main import main
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.program import RECEIVES, SENDS, find_receive, matching_send
 from shoal.report.run import read_run
-from shoal.training.records.profile import clock_offset, read_profile
+from shoal.training.records.profile import read_profile
+from shoal.training.records.profiler import clock_offset
 from tests.trainings.runs import small_config, train_in
 
 PROFILED = {"profile": True, "profile_after": 1, "profile_steps": 2}
