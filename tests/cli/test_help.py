@@ -91,7 +91,7 @@ def test_starting_does_not_import_torch():
         "import sys; from shoal.cli.main import main; from shoal.cli.arguments import parse_run; "
         "from shoal.cli.run.train import TrainOptions; "
         "main(['--help']); parse_run('train', TrainOptions, ['--parallel.tp', '2'], ('parallel',)); "
-        "main(['explain', 'zero']); import shoal.report.run, shoal.report.watch; "
+        "main(['explain', 'zero']); import shoal.report.watch, shoal.labs.interactive.training; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

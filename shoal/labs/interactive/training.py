@@ -25,9 +25,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import read_json, read_tail
 from shoal.base.polling import wait_until
 from shoal.base.section import Section
-from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.spec.config import RUN_FILE, RunConfig, build_config, save_config
-from shoal.training.check import check
 from shoal.training.records.metrics import FILE_NAME, read_metrics
 from shoal.training.records.profile import RankProfile, read_profile
 from shoal.training.resilience.events import read_events
@@ -121,6 +119,8 @@ class LabRun:
 
     def list_ranks(self) -> list[int]:
         """Return the process ids of the ranks, in order; none before they start and after they end."""
+        from shoal.launch.supervisor import PROCESSES_FILE  # slow import
+
         try:
             return [int(pid) for pid in read_json(self.folder / PROCESSES_FILE)["ranks"]]
         except (UsageError, LookupError):
@@ -145,6 +145,8 @@ def start_run(request: StartRequest) -> dict[str, Any]:
         UsageError: a run is active, or the layout is impossible or has not 2 to 4 ranks.
     """
     global _run
+    from shoal.training.check import check  # slow import
+
     config = request.config()
     check(config)
     ranks = config.parallel.world_size
