@@ -8,48 +8,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
-from shoal.planning.cost.parameters import SPLITTING, LocalParameter, StagePart, list_units
+from shoal.planning.cost.parameters import SPLITTING, LocalParameter, StagePart, Unit, list_units
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
 PLAIN = Layout()
 ALIGN = 64  # elements: shards are rounded up to multiples of this (`shoal.engine.parallel.zero.bucket`)
-
-
-class Members(NamedTuple):
-    """Parameters of one unit that share a bucket, with their totals."""
-
-    held: tuple[LocalParameter, ...]  # the parameters
-    # allocated, elements: total elements with and without padding
-    allocated: int
-    elements: int
-    expert: bool  # True if they are expert parameters; a bucket does not mix both
-
-    @staticmethod
-    def build(held: Iterable[LocalParameter]) -> Members:
-        held = tuple(held)
-        return Members(held, sum(h.allocated for h in held), sum(h.box.numel for h in held), held[0].expert)
-
-
-Bucket = list[Members]
-Grouped = tuple[Bucket, Bucket]  # of a unit: parameters with a bucket of their own, and the rest
+Bucket = list[LocalParameter]
 
 
 class Size(NamedTuple):
-    """Properties that determine the bytes of a bucket, as in `Members`."""
+    """Properties that determine the bytes of a bucket."""
 
+    # allocated, elements: total elements with and without padding
     allocated: int
     elements: int
-    expert: bool
+    expert: bool  # True if its parameters are of experts; a bucket does not mix both
 
     @staticmethod
     def from_bucket(bucket: Bucket) -> Size:
-        return Size(
-            sum(members.allocated for members in bucket), sum(members.elements for members in bucket), bucket[0].expert
-        )
+        return Size(sum([h.allocated for h in bucket]), sum([h.box.numel for h in bucket]), bucket[0].expert)
 
     def chunk(self, shards: int) -> int:
         return -(-self.allocated // (shards * ALIGN)) * ALIGN
@@ -80,9 +60,9 @@ def fill_buckets(shape: ModelShape, layout: Layout, part: StagePart, itemsize: i
 def count_elements(shape: ModelShape, layout: Layout, part: StagePart, *index: int) -> tuple[int, int]:
     """Return a stage's parameters on one rank, without padding: non-expert and expert parameters."""
     found = {False: 0, True: 0}
-    for unit in _members(shape, tuple(getattr(layout, name) for name in SPLITTING), part, *index):
-        for members in chain(*unit):
-            found[members.expert] += members.elements
+    for unit in _units(shape, tuple(getattr(layout, name) for name in SPLITTING), part, *index):
+        for held in unit:
+            found[held.expert] += held.box.numel
     return found[False], found[True]
 
 
@@ -103,7 +83,7 @@ def _filled(
     shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, *index: int
 ) -> Filled:
     """Return a stage's buckets of at least ``limit`` bytes, cached for all shard counts."""
-    units = _members(shape, splitting, part, *index)
+    units = _units(shape, splitting, part, *index)
     found = list(_buckets(units, limit, itemsize))
     buckets = [bucket for bucket, _ in found]
     of_unit: list[tuple[int, ...]] = [()] * len(units)
@@ -118,47 +98,39 @@ def _filled(
     return Filled(buckets, kind, list(kinds), [kind.count(k) for k in range(len(kinds))], of_unit, used)
 
 
-def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Grouped]:
-    """Return, for each unit, the parameters with their own bucket, and the rest."""
-    kinds = [(shape.sparse(i), shape.skips(i)) for i in part.layers]
-    of_kind = {kind: _layer(shape, splitting, kind, *index) for kind in dict.fromkeys(kinds)}
-    units = [of_kind[kind] for kind in kinds]
+def _units(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Unit]:
+    """Return the units of a stage; layers of one kind (expert or dense, all or some tokens) share one."""
+    every = [(shape.sparse(i), shape.skips(i)) for i in range(shape.layers)]
+    first = [every.index(every[i]) for i in part.layers]
+    units = [_unit(shape, splitting, StagePart(range(i, i + 1), False, False), *index) for i in first]
     if part.first:
-        units.insert(0, _grouped(shape, splitting, StagePart(range(0), True, False, part.shared), *index))
+        units.insert(0, _unit(shape, splitting, StagePart(range(0), True, False, part.shared), *index))
     if part.last:
-        units.append(_grouped(shape, splitting, StagePart(range(0), False, True, part.shared), *index))
+        units.append(_unit(shape, splitting, StagePart(range(0), False, True, part.shared), *index))
     return units
 
 
-def _layer(shape: ModelShape, splitting: tuple, kind: tuple[bool, bool], *index: int) -> Grouped:
-    """Return the groups of any layer of this kind (expert or dense, all or some tokens)."""
-    first = next(i for i in range(shape.layers) if (shape.sparse(i), shape.skips(i)) == kind)
-    return _grouped(shape, splitting, StagePart(range(first, first + 1), False, False), *index)
-
-
 @lru_cache(maxsize=16384)
-def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> Grouped:
-    """Return the groups of a part's single unit, cached for all stages that contain it and all ZeRO stages."""
+def _unit(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> Unit:
+    """Return a part's single unit, cached for all stages that contain it and all ZeRO stages."""
     layout = PLAIN.model_copy(update=dict(zip(SPLITTING, splitting, strict=True)))
     (unit,) = list_units(shape, layout, part, *index)
-    together: dict[bool, list[LocalParameter]] = {}
-    for held in unit:
-        if not held.alone:
-            together.setdefault(held.expert, []).append(held)
-    return [Members.build([held]) for held in unit if held.alone], [*map(Members.build, together.values())]
+    return unit
 
 
-def _buckets(units: Iterable[Grouped], limit: float, itemsize: int) -> Iterator[tuple[Bucket, list[int]]]:
+def _buckets(units: Iterable[Unit], limit: float, itemsize: int) -> Iterator[tuple[Bucket, list[int]]]:
     """Yield buckets as filled by `shoal.engine.parallel.zero.zero_engine`, with the numbers of their units."""
     filling: dict[bool, tuple[Bucket, list[int]]] = {}
     filled: Counter[bool] = Counter()
-    for number, (alone, together) in enumerate(units):
-        yield from (([members], [number]) for members in alone)
-        for members in together:
-            bucket, numbers = filling.setdefault(members.expert, ([], []))
-            bucket.append(members)
-            numbers.append(number)
-            filled[members.expert] += members.allocated
+    for number, unit in enumerate(units):
+        yield from (([held], [number]) for held in unit if held.alone)
+        for held in unit:
+            if not held.alone:
+                bucket, numbers = filling.setdefault(held.expert, ([], []))
+                bucket.append(held)
+                filled[held.expert] += held.allocated
+                if number not in numbers[-1:]:
+                    numbers.append(number)
         for kind in [kind for kind in filling if filled[kind] * itemsize >= limit]:
             filled[kind] = 0
             yield filling.pop(kind)

@@ -78,9 +78,7 @@ def list_buckets(shape: ModelShape, layout: Layout, itemsize: int) -> list[Held]
 
 def _find(alone: bool, expert: bool, numbers: tuple[int, ...], buckets: list[Bucket]) -> int:
     """Return the bucket of a parameter, one of its unit's buckets: no bucket mixes experts and others."""
-    return next(
-        i for i in numbers if buckets[i][0].expert == expert and all(h.alone for h in buckets[i][0].held) == alone
-    )
+    return next(i for i in numbers if (buckets[i][0].expert, buckets[i][0].alone) == (expert, alone))
 
 
 def explain(options: BucketsOptions, console: Console) -> Callable[[], str]:

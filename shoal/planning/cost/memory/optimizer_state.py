@@ -147,5 +147,4 @@ def _scales(held: LocalParameter, first: int, stop: int) -> int:
 
 def in_order(bucket: Bucket) -> list[LocalParameter]:
     """Return the parameters in the order of `shoal.engine.parallel.zero.bucket`."""
-    held = [held for members in bucket for held in members.held]
-    return sorted(held, key=lambda held: (held.partial, held.copies, len(held.global_shape) > 1))
+    return sorted(bucket, key=lambda held: (held.partial, held.copies, len(held.global_shape) > 1))
