@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shoal.base.boxes import flat_range
 from shoal.engine.optim.orthogonal import APART, AT_ONCE, orthogonal_flops
-from shoal.planning.cost.buckets import Bucket, Filled, Size
+from shoal.planning.cost.buckets import Bucket, Filled
 from shoal.planning.cost.parameters import LocalParameter
 from shoal.spec.optimizers import is_matrix
 
@@ -50,12 +50,12 @@ class Moments:
             chunks: elements of a shard of each kind of bucket.
             index: shard index, for expert buckets (True) and others (False).
         """
-        each = [self._share(size, chunk, index[size.expert]) for size, chunk in zip(stage.sizes, chunks, strict=True)]
-        self.bytes += sum(count * share for count, share in zip(stage.counts, each, strict=True) if share is not None)
-        if None in each:
-            for bucket, kind in zip(stage.buckets, stage.kind, strict=True):
-                if each[kind] is None:
-                    self._go_through(bucket, chunks[kind], index[stage.sizes[kind].expert])
+        for bucket, kind in zip(stage.buckets, stage.kind, strict=True):
+            begin, start = index[stage.sizes[kind].expert] * chunks[kind], 0
+            for held in in_order(bucket):
+                first, stop = max(start, begin) - start, min(start + held.box.numel, begin + chunks[kind]) - start
+                self._add(held, first, stop)
+                start += held.allocated
 
     @property
     def passing(self) -> int:
@@ -88,28 +88,17 @@ class Moments:
         """
         return self.bytes if self.optimizer == "sophia-h" else 0
 
-    def _share(self, size: Size, chunk: int, index: int) -> int | None:
-        """Return the bytes of a shard if every element has equally many; otherwise None."""
-        if self.optimizer not in STATES or size.elements != size.allocated:
-            return None
-        local = min(size.elements, (index + 1) * chunk) - min(size.elements, index * chunk)
-        return local * STATES[self.optimizer] * self.itemsize
-
-    def _go_through(self, bucket: Bucket, chunk: int, index: int) -> None:
-        start = 0
-        for held in in_order(bucket):
-            orthogonal = self.optimizer == "muon" and _hidden(held)
-            if orthogonal:
-                self._matrices.append(held.global_shape)
-            first, stop = max(start, index * chunk) - start, min(start + held.box.numel, (index + 1) * chunk) - start
-            elements = max(0, stop - first)
-            if self.optimizer == "adafactor":
-                self.bytes += self._factored(held, elements) * self.itemsize
-            elif self.optimizer == "adam8bit" and math.prod(held.global_shape) >= SMALLEST:
-                self.bytes += 2 * (elements + self.itemsize * _scales(held, first, stop) if elements else 0)
-            else:
-                self.bytes += elements * (1 if orthogonal else STATES.get(self.optimizer, 2)) * self.itemsize
-            start += held.allocated
+    def _add(self, held: LocalParameter, first: int, stop: int) -> None:
+        """Add the states of a parameter's elements from ``first`` to ``stop``, if any."""
+        orthogonal, elements = self.optimizer == "muon" and _hidden(held), max(0, stop - first)
+        if orthogonal:
+            self._matrices.append(held.global_shape)
+        if self.optimizer == "adafactor":
+            self.bytes += self._factored(held, elements) * self.itemsize
+        elif self.optimizer == "adam8bit" and math.prod(held.global_shape) >= SMALLEST:
+            self.bytes += 2 * (elements + self.itemsize * _scales(held, first, stop) if elements else 0)
+        else:
+            self.bytes += elements * (1 if orthogonal else STATES.get(self.optimizer, 2)) * self.itemsize
 
     def _factored(self, held: LocalParameter, elements: int) -> int:
         """Return Adafactor's bytes: full row and column sums of matrices; otherwise one value per element."""
