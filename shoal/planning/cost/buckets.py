@@ -1,6 +1,6 @@
 """Assignment of a stage's parameters to the buckets that are reduced, gathered and sharded together.
 
-Many layers have equally large buckets, and many layouts have the same buckets, so each kind is counted once.
+Many layouts have the same buckets, which are cached.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ class Size(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """The buckets of a stage. Buckets of equal size are of one kind."""
+    """The buckets of a stage, in the order in which the forward uses their parameters."""
 
-    buckets: list[Bucket]  # buckets in the order in which the forward uses their parameters
-    kind: list[int]  # kind of each bucket
-    sizes: list[Size]  # size of each kind
-    counts: list[int]  # buckets of each kind
+    buckets: list[Bucket]
+    sizes: list[Size]  # of each
     of_unit: list[tuple[int, ...]]  # for each unit, the numbers of the buckets of its own parameters
     used: list[tuple[int, ...]]  # for each unit, the buckets it needs: the model's end may need the embedding's bucket
 
@@ -72,7 +70,7 @@ def replica_layout(layout: Layout) -> Layout:
 
 
 def cut_buckets(layout: Layout, stage: Filled) -> tuple[list[int], list[int]]:
-    """Return the elements of a rank's shard of each kind of bucket, and of each full bucket, padding included."""
+    """Return the elements of a rank's shard of each bucket, and of each full bucket, padding included."""
     shards = [layout.expert_shape[2] if size.expert else layout.shards for size in stage.sizes]
     chunks = [size.chunk(count) for size, count in zip(stage.sizes, shards, strict=True)]
     return chunks, [count * chunk for count, chunk in zip(shards, chunks, strict=True)]
@@ -93,9 +91,7 @@ def _filled(
     used = list(of_unit)
     if shape.shares_ends and part.first and part.last:
         used[-1] = (*used[0], *(bucket for bucket in used[-1] if bucket not in used[0]))
-    kinds: dict[Size, int] = {}  # in order of appearance
-    kind = [kinds.setdefault(Size.from_bucket(bucket), len(kinds)) for bucket in buckets]
-    return Filled(buckets, kind, list(kinds), [kind.count(k) for k in range(len(kinds))], of_unit, used)
+    return Filled(buckets, [Size.from_bucket(bucket) for bucket in buckets], of_unit, used)
 
 
 def _units(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Unit]:

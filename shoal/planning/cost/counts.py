@@ -199,7 +199,7 @@ class RankCounts:
 
     def _chunks(self, filled: Filled) -> list[int]:
         shards = {False: self.mesh.size("shard"), True: self.mesh.size("edp_shard")}
-        return [filled.sizes[kind].chunk(shards[filled.sizes[kind].expert]) for kind in filled.kind]
+        return [size.chunk(shards[size.expert]) for size in filled.sizes]
 
     def _local_elements(self, bucket: Bucket, chunk: int) -> Iterator[tuple[LocalParameter, int]]:
         """Yield the parameters of a bucket with the elements in this rank's shard."""

@@ -71,9 +71,7 @@ def list_buckets(shape: ModelShape, layout: Layout, itemsize: int) -> list[Held]
     for unit, numbers in zip(units, stage.of_unit, strict=True):
         for held in unit:
             members[_find(held.alone, held.expert, numbers, stage.buckets)].append(held.name)
-    return [
-        Held(tuple(members[i]), full[kind] * itemsize, chunks[kind] * itemsize) for i, kind in enumerate(stage.kind)
-    ]
+    return [Held(tuple(members[i]), full[i] * itemsize, chunks[i] * itemsize) for i in range(len(full))]
 
 
 def _find(alone: bool, expert: bool, numbers: tuple[int, ...], buckets: list[Bucket]) -> int:

@@ -47,13 +47,13 @@ class Moments:
         """Add the states of one rank's shard of each bucket of a stage.
 
         Args:
-            chunks: elements of a shard of each kind of bucket.
+            chunks: elements of a shard of each bucket.
             index: shard index, for expert buckets (True) and others (False).
         """
-        for bucket, kind in zip(stage.buckets, stage.kind, strict=True):
-            begin, start = index[stage.sizes[kind].expert] * chunks[kind], 0
+        for bucket, chunk in zip(stage.buckets, chunks, strict=True):
+            begin, start = index[bucket[0].expert] * chunk, 0
             for held in in_order(bucket):
-                first, stop = max(start, begin) - start, min(start + held.box.numel, begin + chunks[kind]) - start
+                first, stop = max(start, begin) - start, min(start + held.box.numel, begin + chunk) - start
                 self._add(held, first, stop)
                 start += held.allocated
 

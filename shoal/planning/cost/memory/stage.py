@@ -174,7 +174,7 @@ class StageMemory:
         def count() -> tuple[int, int]:
             as_it_is = layout if (zero == 3) == (layout.zero == 3) else layout.model_copy(update={"zero": zero})
             stage = fill_buckets(self.run.shape, as_it_is, part, self.run.policy.reduce.itemsize, 0, 0, 0)
-            experts = sum(count for size, count in zip(stage.sizes, stage.counts, strict=True) if size.expert)
+            experts = sum(size.expert for size in stage.sizes)
             return len(stage.buckets) - experts, experts
 
         return self.once(key, count)

@@ -56,14 +56,14 @@ def state_bytes(
     for part in parts:
         stage = fill_buckets(shape, layout, part, reduce, tp_index, *expert_index[1:])
         chunks, full_sizes = cut_buckets(layout, stage)
-        for size, count, chunk, full in zip(stage.sizes, stage.counts, chunks, full_sizes, strict=True):
+        for size, chunk, full in zip(stage.sizes, chunks, full_sizes, strict=True):
             if zero < 3:
-                parameters += count * (full * compute + (0 if storage == compute else chunk * storage))
+                parameters += full * compute + (0 if storage == compute else chunk * storage)
             else:
-                parameters += count * chunk * storage
-            gradients += count * (full if zero < 2 else chunk) * reduce
-            elements += count * size.elements
-            experts += count * size.elements if size.expert else 0
+                parameters += chunk * storage
+            gradients += (full if zero < 2 else chunk) * reduce
+            elements += size.elements
+            experts += size.elements if size.expert else 0
         moments.add(stage, chunks, {False: index, True: expert_index[0]})
     return StateBytes(
         parameters, gradients, moments.bytes, elements, experts, moments.passing, moments.estimating, moments.orthogonal

@@ -62,7 +62,7 @@ def count_unsharded(shape: ModelShape, layout: Layout, policy: Formats, part: St
     """Return the unsharded parameters (ZeRO-3) and gradients (ZeRO-2 and 3) at each time of a stage's backward."""
     layout, compute, reduce = replica_layout(layout), policy.compute.itemsize, policy.reduce.itemsize
     stage = fill_buckets(shape, layout, part, reduce, 0, 0, 0)
-    chunks, full_sizes = ([sizes[kind] for kind in stage.kind] for sizes in cut_buckets(layout, stage))
+    chunks, full_sizes = cut_buckets(layout, stage)
     units, carried, stays = len(stage.used), (0, 0, 0), (0, 0)
     times: Sequence[Sequence[Time]] = [NOTHING] * units
     if layout.zero >= 2:
@@ -119,7 +119,7 @@ class _Backward:
         self.shared = shape.experts is not None and shape.experts.shared > 0
         # The gradient of a bias added after a sum over tp is the first of all.
         self.bias = self.shared and shape.family == "gpt" and layout.tp > 1
-        self.experts = {b for b, kind in enumerate(stage.kind) if stage.sizes[kind].expert}
+        self.experts = {b for b, size in enumerate(stage.sizes) if size.expert}
         self.tied = set(stage.used[-1]) - set(stage.of_unit[-1])  # the embedding, which is used from head to end
         self.ends = {b: unit for unit in reversed(range(len(stage.used))) for b in stage.used[unit]}
         before = min(set(stage.used[0]) - self.experts, default=0)  # completed last in a backward
