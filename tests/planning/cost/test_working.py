@@ -107,6 +107,8 @@ def test_a_peak_that_was_off(seed: int) -> None:
      4),
     # In second halves the gradient that came is used up, and at the end of first ones all is there for them.
     ({"tp": 4, "pp": 2, "schedule": "v-min"}, {"vocab": 1000, "layers": 4}, 4),
+    # The second layer begins with the gradients of the first, which began with none.
+    ({"zero": 2, "tp": 2, "pp": 2, "dp": 2, "schedule": "gpipe"}, {"layers": 10, "vocab": 50257}, 0),
 ])
 def test_a_peak_as_passes_take_turns(parallel: dict[str, Any], model: dict[str, Any], rank: int) -> None:
     assert abs(off(parallel, model, s=512, microbatches=4, rank=rank, precision="fp32")) < 0.01

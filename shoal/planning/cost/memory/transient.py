@@ -8,7 +8,7 @@ completes before it reaches its other matrices, except the buckets of shared exp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.planning.cost.buckets import Filled, cut_buckets, fill_buckets, replica_layout
@@ -48,8 +48,7 @@ class UnshardedBytes(NamedTuple):
     """Unsharded bytes during the backward of one stage."""
 
     head: Sequence[Time]  # its last unit
-    # for expert and for dense layers: the last one, the first, and any with more unsharded bytes than the layers above
-    layers: tuple[LayerBackward, ...]
+    layers: tuple[LayerBackward, ...]  # the last one first
     end: Sequence[Time]  # its first unit
     # gradients of the previous backward still being reduced when one begins, by micro-batch as in `Time`
     carried: tuple[int, int, int]
@@ -85,19 +84,8 @@ def count_unsharded(shape: ModelShape, layout: Layout, policy: Formats, part: St
             stays = (0, last) if layout.reshard_after_forward else (times[-1][WAITING].parameters[1],) * 2
     of_layers = times[part.first : part.first + len(part.layers)][::-1]
     sparse = map(shape.sparse, reversed(part.layers))
-    turns = [LayerBackward(*turn) for turn in zip(range(units), sparse, of_layers, strict=False)]
-    layers = tuple(turn for kind in (False, True) for turn in _that_count([t for t in turns if t.sparse == kind]))
+    layers = tuple(LayerBackward(*turn) for turn in zip(range(units), sparse, of_layers, strict=False))
     return UnshardedBytes(times[-1], layers, times[0], carried, stays)
-
-
-def _that_count(turns: Sequence[LayerBackward]) -> Iterable[LayerBackward]:
-    """Yield the first and the last entry, and any with more bytes than the previous ones."""
-    most = -1
-    for turn in turns:
-        size = max(sum(time.gradients) for time in turn.times)
-        if size > most or turn is turns[-1]:
-            yield turn
-        most = max(most, size)
 
 
 class Alive(NamedTuple):
