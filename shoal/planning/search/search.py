@@ -93,11 +93,6 @@ class PlacedModel:
         return self.replicas.reserved(self.plain, self.outline.first, 0.0)
 
     @cached_property
-    def working(self) -> int:
-        """Lower bound of the transient bytes in a backward on the first rank."""
-        return self.plain.working(self.outline.first)
-
-    @cached_property
     def times(self) -> np.ndarray:
         """[3, stages] Seconds without ZeRO's additions, up to rounding."""
         return (self.plain.linear[:3] @ self.outline.counts.T)[:, self.outline.kind]
@@ -222,16 +217,14 @@ class Search:
         # Two stages of one rank store the tensor between them once.
         alive = float((begun @ (placed.kept - plain.message)[outline.holder == 0]).max())
         free = self.capacity * (1 + SLACK) - placed.empty
-        if not (plain.with_holes(alive) <= free).any():
-            return None
-        fits = plain.with_holes(alive + placed.working) <= free  # slower to evaluate
+        fits = plain.with_holes(alive) <= free
         if not fits.any():
             return None
         times = hide_rows(placed.times, placed.hidden, order)
         ends = outline.ends(times[:, None], plain.hop, microbatches, order)
         of_way = outline.with_added(ends, placed.added, microbatches) * (1 - SLACK)
         of_way = np.maximum(np.where(fits, of_way, np.inf), branch.least)  # the host may be the limit
-        margin = plain.with_holes(alive + placed.working) <= free - (1 - self.shelf.part) * self.capacity
+        margin = plain.with_holes(alive) <= free - (1 - self.shelf.part) * self.capacity
         levels = self.shelf.diverse * (branch.complexity + placed.replicas.complexity)
         found = BoundedBranch(0.0, branch, of_way, margin, levels, placed)
         wanted = of_way[found.wanted(self.shelf)]

@@ -283,7 +283,7 @@ def test_the_bounds_of_all_ways_to_shard_are_below_each(
     each = [StagePrices(replace(run, layout=build_layout(space, degrees, way, shards))) for shards in ways]
     part = StagePart(range(random.randint(1, run.shape.layers)), random.random() < 0.5, random.random() < 0.5)
     replicas, plain, alive = ReplicaChoices(ways, each), each[0], 1e6 * random.random()
-    reserved, passed = replicas.reserved(plain, [part], alive + plain.working([part])), plain.stage_times(part)
+    reserved, passed = replicas.reserved(plain, [part], alive), plain.stage_times(part)
     seconds = np.array([[passed.forward], [passed.backward_input], [passed.backward_weight]])
     added = replicas.adding(plain, [part], seconds)[:, :, 0]
     whole = passed.forward + passed.backward_input

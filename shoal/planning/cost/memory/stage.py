@@ -234,10 +234,6 @@ class StageMemory:
         )
         return PeakMemory(*held, float(self.library_bytes + holes))
 
-    def working(self, parts: Sequence[StagePart]) -> int:
-        """Return a lower bound of the net transient bytes of a full backward, or of its first half, on a rank."""
-        return max(0, min([self.peak_transient(part, kind) for part in parts for kind in PASSES[:2]]))
-
     def peak_transient(self, part: StagePart, kind: Half) -> int:
         """Return the maximum transient bytes in a pass of one stage, cached for equal stages."""
         key = ("most", kind, self.pass_key, self._layers(part), part.first, part.last)
