@@ -1,6 +1,9 @@
 """Estimates and plans for other software than shoal."""
 
+from contextlib import suppress
 from dataclasses import replace
+from math import ceil
+from typing import Any
 
 import pytest
 
@@ -8,13 +11,16 @@ import shoal
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.planning.describe import describe_run
+from shoal.planning.estimable import check_closed_form
 from shoal.planning.search.kinds import TIE
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.space import build_layout
 from shoal.planning.search.usual import find_usual
 from shoal.planning.software_estimate import SoftwareEstimate, estimate_run
+from shoal.report.planning.other_software import MEGATRON_FORMATS, config_lines, torchtitan_config
 from shoal.spec.catalog.software import find_software, software_table
 from shoal.spec.layout import Layout
+from shoal.spec.number_formats import FORMATS
 
 
 @pytest.mark.parametrize("name", [name for name in software_table() if name != "shoal"])
@@ -136,3 +142,61 @@ def test_commands_answer_for_other_software(tmp_path, capsys: pytest.CaptureFixt
 def test_shoal_is_the_default() -> None:
     run = describe_run(Layout(), model="llama-3-8b", cluster="8xH100")
     assert run.software.name == "shoal" and not isinstance(estimate_run(run), SoftwareEstimate)
+
+
+@pytest.mark.parametrize(
+    ("software", "layers", "layout", "wanted", "unwanted"),
+    [
+        ("megatron-core", 32, {"pp": 4, "virtual_stages": 2, "schedule": "interleaved-1f1b", "zero": 1, "dp": 4},
+         {"--num-layers-per-virtual-pipeline-stage 4", "--use-distributed-optimizer"}, {"--account-for", "instances"}),
+        ("megatron-core", 30, {"pp": 4, "virtual_stages": 2, "schedule": "interleaved-1f1b", "zero": 1, "dp": 4,
+                               "zero_shard": 2},
+         {"--num-layers-per-virtual-pipeline-stage 4", "--num-distributed-optimizer-instances 2",
+          "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"}, set()),
+        ("megatron-2021", 32, {"pp": 4, "tp": 2, "recompute": "full"}, {"--recompute-granularity full"},
+         {"--context-parallel-size", "virtual"}),
+        ("zero-bubble", 30, {"pp": 8, "schedule": "zb-h2"},
+         {"--allow-padding-num-layers", "--enable-zero-bubble --zero-bubble-max-pending-backward 16"}, {"--account"}),
+    ],
+)  # fmt: skip
+def test_megatron_gets_the_arguments_of_a_layout(
+    software: str, layers: int, layout: dict[str, Any], wanted: set[str], unwanted: set[str]
+) -> None:
+    split = Layout.model_validate(layout)
+    of = {"cluster": f"{split.world_size // 8}x8xA100", "global_batch": 64, "sequence_length": 2048}
+    run = describe_run(split, model="llama-3-8b", software=software, **of)
+    run = replace(run, shape=run.shape.model_copy(update={"layers": layers}))
+    lines = list(config_lines(run))
+    said = "\n".join(lines)
+    assert all(any(line.startswith(each) for line in lines) for each in wanted) and "--bf16" in lines, said
+    assert not any(each in said for each in unwanted), said
+    assert run.software.splits(layers, layout["pp"] * layout.get("virtual_stages", 1))
+
+
+def test_torchtitan_gets_the_stages_of_a_layout() -> None:
+    """Its number of stages is that of its layers, with the less at both ends, over those of a stage, rounded up."""
+    for layers in (30, 32):
+        layout = Layout(dp=4, zero=3, pp=4, schedule="interleaved-1f1b", virtual_stages=2)
+        of = {"cluster": "2x8xH100", "global_batch": 64, "sequence_length": 2048, "software": "torchtitan"}
+        run = describe_run(layout, model="llama-3-8b", **of)
+        parallel = torchtitan_config(replace(run, shape=run.shape.model_copy(update={"layers": layers})))["parallelism"]
+        less = sum(parallel[f"pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last"))
+        assert ceil((layers + less) / parallel["pipeline_parallel_layers_per_stage"]) == 4 * 2
+
+
+def test_every_estimated_number_format_has_its_arguments() -> None:
+    run = describe_run(Layout(), model="llama-3-8b", cluster="8xB200", software="megatron-core")
+    estimated = set()
+    for precision in FORMATS:
+        with suppress(UsageError):
+            check_closed_form(replace(run, precision=precision))
+            estimated.add(precision)
+    assert estimated == set(MEGATRON_FORMATS)
+
+
+def test_the_usual_layout_of_llama_3_405b_is_the_published_one() -> None:
+    """126 layers in 16 stages: the embedding and the head count as layers (Llama 3, table 4)."""
+    planner = LayoutPlanner("llama-3.1-405b", "2048x8xH100", global_batch=2048, sequence_length=8192,
+                            software="megatron-core")  # fmt: skip
+    usual = find_usual(planner.run)
+    assert usual is not None and (usual.layout.tp, usual.layout.pp, usual.layout.dp) == (8, 16, 128)

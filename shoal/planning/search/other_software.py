@@ -67,8 +67,7 @@ def _layouts(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator
     for work in works(run, degrees, space):
         microbatches = run.global_batch // (degrees["dp"] * work["micro_batch"])
         for pipe in pipelines(degrees["pp"], microbatches, run.shape.layers, space):
-            depth = degrees["pp"] * (pipe["virtual_stages"] or 1)
-            if not run.software.balanced and run.shape.layers % depth and (run.shape.layers + 2) % depth:
-                continue  # stages have equal numbers of layers, or of layers, embedding and head
+            if not run.software.splits(run.shape.layers, degrees["pp"] * (pipe["virtual_stages"] or 1)):
+                continue
             for shard in shards:
                 yield build_layout(space, degrees, work, pipe, shard)

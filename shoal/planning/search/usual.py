@@ -20,8 +20,8 @@ def find_usual(run: EstimatedRun) -> PricedLayout | None:
     """Return the usual layout with its cost, also if it does not fit; None for experts, or if no such layout can run.
 
     It has the tensor-parallel ranks and the stages of the published model nearest in size, or fewer stages where these
-    do not divide the layers or the devices; 1F1B, ZeRO-1 (or the lowest stage that the software has), sequence
-    parallelism, one sequence per micro-batch, and the least recomputation that fits.
+    do not divide the devices or the software does not split the layers so; 1F1B, ZeRO-1 (or the lowest stage that the
+    software has), sequence parallelism, one sequence per micro-batch, and the least recomputation that fits.
     """
     shape, size = run.shape, run.cluster.size
     if shape.experts:
@@ -30,7 +30,7 @@ def find_usual(run: EstimatedRun) -> PricedLayout | None:
     near = min(published, key=lambda row: abs(log(row["parameters"] / shape.parameters())))
     tp = max(n for n in divisors(near["tp"]) if n <= run.cluster.per_node)
     found = None
-    stages = [n for n in range(near["pp"], 0, -1) if shape.layers % n == 0 and size % (tp * n) == 0]
+    stages = [n for n in range(near["pp"], 0, -1) if run.software.splits(shape.layers, n) and size % (tp * n) == 0]
     for pp, recompute in product(stages[:1], ("none", "selective", "full")):
         dp = size // (tp * pp)
         layout = Layout.model_validate({

@@ -7,16 +7,26 @@ from typing import Any
 
 import tomli_w
 
+from shoal.pipeline.from_layout import virtual_stages
 from shoal.planning.run import EstimatedRun
 
 MEGATRON = ("megatron-2019", "megatron-2021", "megatron-core", "zero-bubble")
+
+MEGATRON_FORMATS = {
+    "bf16": "--bf16", "fp16": "--fp16", "fp8": "--bf16 --fp8-format hybrid",
+    "mxfp8": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "nvfp4": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
+}  # fmt: skip
+
+PENDING_BACKWARDS = {"zb-h1": 1, "zb-h2": 2}
+"""Backwards that wait in Zero Bubble's schedules, per stage."""
 
 
 def config_lines(run: EstimatedRun) -> Iterator[str]:
     """Yield the software's own config of a run: Megatron's arguments or torchtitan's TOML; else the layout in words."""
     name = run.software.name
     if name in MEGATRON:
-        yield f"The best, as arguments of {name} (NVIDIA/Megatron-LM, arguments.py):"
+        source = "sail-sg/zero-bubble" if name == "zero-bubble" else "NVIDIA/Megatron-LM"
+        yield f"The best, as arguments of {name} ({source}, arguments.py):"
         yield ""
         yield from megatron_arguments(run)
     elif name == "torchtitan":
@@ -28,18 +38,20 @@ def config_lines(run: EstimatedRun) -> Iterator[str]:
 
 
 def megatron_arguments(run: EstimatedRun) -> Iterator[str]:
-    """Yield the arguments of Megatron-LM's ``pretrain_gpt.py`` that a layout determines."""
-    layout, shape = run.layout, run.shape
+    """Yield the arguments of Megatron-LM's ``pretrain_gpt.py`` that a layout determines, or of Zero Bubble's fork."""
+    layout, core = run.layout, run.software.name == "megatron-core"
     sizes = {
         "tensor-model-parallel-size": layout.tp, "pipeline-model-parallel-size": layout.pp,
-        "context-parallel-size": layout.cp, "expert-model-parallel-size": layout.ep,
         "micro-batch-size": layout.micro_batch, "global-batch-size": run.global_batch,
-        "seq-length": run.sequence_length, "num-layers": shape.layers,
+        "seq-length": run.sequence_length, "num-layers": run.shape.layers,
     }  # fmt: skip
-    missing = () if run.software.name == "megatron-core" else ("context-parallel-size", "expert-model-parallel-size")
-    yield from (f"--{name} {size}" for name, size in sizes.items() if name not in missing)
-    if layout.schedule == "interleaved-1f1b" and layout.pp > 1:
-        yield f"--num-layers-per-virtual-pipeline-stage {shape.layers // (layout.pp * (layout.virtual_stages or 2))}"
+    if core:
+        sizes |= {"context-parallel-size": layout.cp, "expert-model-parallel-size": layout.ep}
+        if run.shape.experts:
+            sizes["expert-tensor-parallel-size"] = layout.expert_tensor
+    yield from (f"--{name} {size}" for name, size in sizes.items())
+    yield MEGATRON_FORMATS[run.precision]
+    yield from _pipeline_arguments(run)
     if layout.sequence_parallel:
         yield "--sequence-parallel"
     if layout.recompute == "full":
@@ -48,6 +60,24 @@ def megatron_arguments(run: EstimatedRun) -> Iterator[str]:
         yield "--recompute-granularity selective"
     if layout.zero:
         yield "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+        if layout.dp_replicate > 1:
+            yield f"--num-distributed-optimizer-instances {layout.dp_replicate}"
+
+
+def _pipeline_arguments(run: EstimatedRun) -> Iterator[str]:
+    layout = run.layout
+    if layout.pp == 1:
+        return
+    each, ends = _layers_of_a_stage(run)
+    if layout.schedule == "interleaved-1f1b":
+        yield f"--num-layers-per-virtual-pipeline-stage {each}"
+    elif layout.schedule in PENDING_BACKWARDS:
+        pending = PENDING_BACKWARDS[layout.schedule] * layout.pp
+        yield f"--enable-zero-bubble --zero-bubble-max-pending-backward {pending}"
+    if ends and run.software.name == "zero-bubble":
+        yield "--allow-padding-num-layers"
+    elif ends:
+        yield "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 
 def torchtitan_config(run: EstimatedRun) -> dict[str, Any]:
@@ -61,6 +91,10 @@ def torchtitan_config(run: EstimatedRun) -> dict[str, Any]:
     if layout.pp > 1:
         parallel["pipeline_parallel_schedule"] = "Interleaved1F1B" if layout.schedule.startswith("inter") else "1F1B"
         parallel["pipeline_parallel_microbatch_size"] = layout.micro_batch
+        each, ends = _layers_of_a_stage(run)
+        parallel["pipeline_parallel_layers_per_stage"] = each
+        for end in ("first", "last"):
+            parallel[f"pipeline_parallel_{end}_stage_less_layers"] = int(ends)
     local = layout.micro_batch * (run.microbatches if layout.pp > 1 else 1)
     return {
         "training": {
@@ -70,3 +104,10 @@ def torchtitan_config(run: EstimatedRun) -> dict[str, Any]:
         "activation_checkpoint": {"mode": layout.recompute}
         | ({"selective_ac_option": "op"} if layout.recompute == "selective" else {}),
     }  # fmt: skip
+
+
+def _layers_of_a_stage(run: EstimatedRun) -> tuple[int, bool]:
+    """Return the layers of each stage, and whether they count the embedding and the head as a layer each."""
+    stages, layers = run.layout.pp * virtual_stages(run.layout), run.shape.layers
+    ends = layers % stages > 0
+    return (layers + 2 * ends) // stages, ends

@@ -34,6 +34,9 @@ class Software(Section):
     blocking: bool = False
     paired: bool = False  # Whether each pipeline rank has two stages, as far from the first as from the last (DualPipe)
     balanced: bool = False  # Whether stages are balanced by cost, including the head
+    # Whether equal stages may count embedding and head as a layer each: `account_for_embedding_in_pipeline_split` of
+    # Megatron-Core, `pipeline_parallel_first_stage_less_layers` of torchtitan, Zero Bubble's `allow_padding_num_layers`
+    counts_ends: bool = False
     # Whether a layer that meets a balanced stage's share exactly belongs to that stage, not to the next
     ties_first: bool = False
     fused_norm: bool = True  # Whether a norm is one kernel
@@ -82,6 +85,12 @@ class Software(Section):
     def least_sharding(self) -> ZeroStage:
         """The lowest ZeRO stage that shards, of those that it has; 0 if it has none."""
         return next((stage for stage in self.zero_stages if stage), 0)
+
+    def splits(self, layers: int, stages: int) -> bool:
+        """Return whether it splits the layers of a model into this number of stages."""
+        if self.balanced:
+            return stages <= layers
+        return layers % stages == 0 or (self.counts_ends and (layers + 2) % stages == 0)
 
 
 def software_table() -> Mapping[str, Software]:
