@@ -12,7 +12,6 @@ import numpy as np
 
 from shoal.planning.cost.memory.optimizer_state import least
 from shoal.planning.cost.memory.stage import Alive
-from shoal.planning.cost.memory.working_set import Half
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.communication import CommunicationGroup
 from shoal.planning.cost.time.stage import StagePrices, exposed_reduction, exposed_sharding
@@ -46,13 +45,11 @@ class ReplicaChoices:
 
     def at_worst(self, plain: StagePrices, parts: Sequence[StagePart], alive: Sequence[Alive]) -> np.ndarray:
         """Return lower bounds of a rank's peak bytes, with ``alive`` as in `StagePrices.peak_memory`. [ways]"""
-        worst = 0.0
-        for part, live in zip(parts, alive, strict=True):
-            of_kind: dict[Half, float] = {}
-            for (kind, *_), most in live.items():
-                of_kind[kind] = max(most, of_kind.get(kind, most))
-            worst = max([worst, *(most + plain.peak_transient(part, kind) for kind, most in of_kind.items())])
-        return self.reserved(plain, parts, worst)
+        each = [
+            most + plain.peak_transient(part, when.kind)
+            for part, live in zip(parts, alive, strict=True) for when, most in live.items()
+        ]
+        return self.reserved(plain, parts, max([0.0, *each]))
 
     def _held(self, plain: StagePrices, parts: Sequence[StagePart]) -> np.ndarray:
         """Return lower bounds of the bytes that a rank holds between steps. [ways]"""
