@@ -182,6 +182,8 @@ def test_torchtitan_gets_the_stages_of_a_layout() -> None:
         parallel = torchtitan_config(replace(run, shape=run.shape.model_copy(update={"layers": layers})))["parallelism"]
         less = sum(parallel[f"pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last"))
         assert ceil((layers + less) / parallel["pipeline_parallel_layers_per_stage"]) == 4 * 2
+    assert "model" not in torchtitan_config(run)
+    assert torchtitan_config(replace(run, precision="fp8"))["model"] == {"converters": ["quantize.linear.float8"]}
 
 
 def test_every_estimated_number_format_has_its_arguments() -> None:

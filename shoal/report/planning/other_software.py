@@ -17,6 +17,8 @@ MEGATRON_FORMATS = {
     "mxfp8": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "nvfp4": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
 }  # fmt: skip
 
+TORCHTITAN_CONVERTERS = {"fp8": "quantize.linear.float8", "mxfp8": "quantize.linear.mx"}
+
 PENDING_BACKWARDS = {"zb-h1": 1, "zb-h2": 2}
 """Backwards that wait in Zero Bubble's schedules, per stage."""
 
@@ -96,7 +98,8 @@ def torchtitan_config(run: EstimatedRun) -> dict[str, Any]:
         for end in ("first", "last"):
             parallel[f"pipeline_parallel_{end}_stage_less_layers"] = int(ends)
     local = layout.micro_batch * (run.microbatches if layout.pp > 1 else 1)
-    return {
+    converters = TORCHTITAN_CONVERTERS.get(run.precision)
+    return ({"model": {"converters": [converters]}} if converters else {}) | {
         "training": {
             "local_batch_size": local, "global_batch_size": run.global_batch, "seq_len": run.sequence_length
         },
