@@ -221,6 +221,7 @@ def _software(row: Row, software: Software) -> Software:
         "fused_norm": software.fused_norm or "RMS" in (row.get("attn_kernel") or ""),
         "reduced_apart": software.reduced_apart * fixed, "ties_first": software.balanced and not fixed,
         "rows_once": columns.sends_rows_once(row, software.rows_once), "blocking": columns.blocking(row),
+        "counts_ends": software.counts_ends or "DeepSpeed" in (row.get("framework") or ""),
         "gradient_bytes": columns.gradient_bytes(row, software.gradient_bytes),
         "reduce_bytes": columns.gradient_bytes(row, software.reduce_bytes),
         "gathers_kept": columns.gathers_kept(row, software.gathers_kept),

@@ -35,7 +35,8 @@ class Software(Section):
     paired: bool = False  # Whether each pipeline rank has two stages, as far from the first as from the last (DualPipe)
     balanced: bool = False  # Whether stages are balanced by cost, including the head
     # Whether equal stages may count embedding and head as a layer each: `account_for_embedding_in_pipeline_split` of
-    # Megatron-Core, `pipeline_parallel_first_stage_less_layers` of torchtitan, Zero Bubble's `allow_padding_num_layers`
+    # Megatron-Core, `pipeline_parallel_first_stage_less_layers` of torchtitan, `allow_padding_num_layers` of Zero
+    # Bubble, a partition by ``type:transformer|embedding`` of DeepSpeed
     counts_ends: bool = False
     # Whether a layer that meets a balanced stage's share exactly belongs to that stage, not to the next
     ties_first: bool = False

@@ -139,6 +139,9 @@ def test_what_a_source_says_of_its_runs(location: str, gpus: int, reduced: int, 
     assert (software.gradient_bytes, software.reduce_bytes, software.blocking) == (reduced, reduced, blocking)
     bridge = read_row(row(framework="Megatron-Core (Megatron-Bridge) 26.06", step_time_s=1), "file").run.software
     assert (bridge.gradient_bytes, bridge.reduce_bytes) == (2, 2), "by its recipes"
+    for framework, splits in (("Megatron-DeepSpeed", True), ("Megatron-LM 2021", False)):
+        made = read_row(row(framework=framework, year=2021, step_time_s=1), "file").run.software
+        assert made.splits(70, 12) == splits, "DeepSpeed counts both ends as layers"
     for precision, wanted in (("FP8", 2), ("BF16", 4)):
         nemo = read_row(row(framework="NeMo 24.07", precision=precision, step_time_s=1), "file").run.software
         assert (nemo.gradient_bytes, nemo.reduce_bytes) == (wanted, wanted), "of its recipes those in 8 bits"
