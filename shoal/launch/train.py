@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.base.errors import UsageError
@@ -71,19 +72,22 @@ def train(
     outlive_readers()
     try:
         named, resumed = (None if folder is None else Path(folder) for folder in (run_folder, resume))
-        with tempfile.TemporaryDirectory(prefix="shoal-plan-") as made:
-            return _train(_with_plan(config, Path(made)), ranks, named, resumed, auto_resume, started)
+        with _planned(config) as planned:
+            return _train(planned, ranks, named, resumed, auto_resume, started)
     finally:
         os.umask(mask)
 
 
-def _with_plan(config: RunConfig, folder: Path) -> RunConfig:
-    """Return a config whose definition has a plan for its layout: see `shoal.planning.auto.own_loss.with_plan`."""
+@contextmanager
+def _planned(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield a config whose definition has a plan for its layout: see `shoal.planning.auto.own_loss.with_plan`."""
     if not config.model.module or config.parallel.tp == 1:
-        return config
+        yield config
+        return
     from shoal.planning.auto.own_loss import with_plan  # 0.15 s that all other runs need not pay
 
-    return with_plan(config, folder)
+    with tempfile.TemporaryDirectory(prefix="shoal-plan-") as made:
+        yield with_plan(config, Path(made))
 
 
 def _train(
