@@ -73,7 +73,7 @@ def sample(
     streams = show if len(prompts) == 1 and config.parallel.world_size == 1 else None
     if streams:
         streams(prompts[0])
-    texts = call_on_ranks(sample_on_rank, source, config, prompts, sampling, *([streams] if streams else []))
+    texts = call_on_ranks(sample_on_rank, source, config, prompts, sampling, streams)
     if show and not streams:
         show("\n--------\n".join(texts))
     return texts

@@ -60,8 +60,7 @@ def become_rank(member: RankEnv, device: str, threads: int = 0, *, records: Path
     picked = member.device(device)
     if picked.type == "cpu":
         tune_process()
-    store = create_store(member, COLLECTIVE_SECONDS, picked)
-    init_world(member.rank, member.world_size, store, picked, COLLECTIVE_SECONDS)
+    init_world(member.rank, member.world_size, create_store(member, picked), picked, COLLECTIVE_SECONDS)
 
 
 def _record_and_exit(
@@ -96,7 +95,7 @@ def listen_address(host: str, alone: bool) -> str:
     return "" if loops and not alone else address  # a machine may resolve its own name to a loopback address
 
 
-def create_store(member: RankEnv, timeout: float, device: torch.device) -> dist.Store | None:
+def create_store(member: RankEnv, device: torch.device) -> dist.Store | None:
     """Return the store of the rendezvous; None under torchrun, which has its own. In a SLURM step, rank 0 hosts it.
 
     Raises:
@@ -107,7 +106,7 @@ def create_store(member: RankEnv, timeout: float, device: torch.device) -> dist.
         # Wait in Python, where an order to leave interrupts a rank: a peer may end before it comes.
         store.set(f"shoal/present/{member.rank}", "")
         present = [f"shoal/present/{rank}" for rank in range(member.world_size)]
-        wait_until(lambda: store.check(present), timeout, MEET_SECONDS)
+        wait_until(lambda: store.check(present), COLLECTIVE_SECONDS, MEET_SECONDS)
         return store
     if member.how == "torchrun":
         return None
@@ -127,7 +126,7 @@ def create_store(member: RankEnv, timeout: float, device: torch.device) -> dist.
             ) from None
         listening, host = end.detach(), address or host
     return dist.TCPStore(
-        host, port, member.world_size, is_master=member.rank == 0, timeout=timedelta(seconds=timeout),
+        host, port, member.world_size, is_master=member.rank == 0, timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         master_listen_fd=listening,
     )
 

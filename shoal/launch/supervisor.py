@@ -108,7 +108,7 @@ class Supervisor:
         config, variables = self._plan()
         ranks = config.parallel.world_size
         scratch = stack.enter_context(
-            temporary_folder("shoal-launch", self.folder, self.config.failover.memory_folder, self.folder)
+            temporary_folder(self.folder, self.config.failover.memory_folder, self.folder)
         )
         again = self.attempt > 0
         payload = {

@@ -13,8 +13,6 @@ from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import Checkpointer, CheckpointError
 from shoal.engine.optim.sophia import Sophia
 from shoal.engine.streams import Mark
-from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RunConfig
 from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
 from shoal.training.resilience.restore import Restored, restore
@@ -30,7 +28,6 @@ class StateManager:
     """Manager of this rank's part of the saved run states. All ranks call the same methods in the same order.
 
     Args:
-        data: fingerprint of the training data.
         fresh: whether this is a new run, without any state.
         report: callback for notes to the user.
 
@@ -39,27 +36,17 @@ class StateManager:
         beside: callback that returns further values to save with the tensors.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        shape: ModelShape,
-        engine: Engine,
-        folder: Path,
-        data: str,
-        *,
-        fresh: bool,
-        report: Callable[[str], None],
-    ):
-        self.config, self.shape, self.engine, self.folder, self.data = config, shape, engine, folder, data
-        self.report = report
+    def __init__(self, engine: Engine, folder: Path, *, fresh: bool, report: Callable[[str], None]):
+        self.config, self.engine, self.folder, self.report = engine.config, engine, folder, report
+        self.data = engine.samples.fingerprint
         self.beside: Callable[[], dict[str, Any]] = dict
         self.group = self._new_group()
-        self.places = RankTopology.collect(self.group, config.failover.node_ranks)
+        self.places = RankTopology.collect(self.group, self.config.failover.node_ranks)
         self.disk = Checkpointer(
-            get_checkpoint_folder(config, folder),
+            get_checkpoint_folder(self.config, folder),
             group=self.group,
-            keep=config.checkpoint.keep,
-            asynchronous=config.checkpoint.asynchronous,
+            keep=self.config.checkpoint.keep,
+            asynchronous=self.config.checkpoint.asynchronous,
             fresh=fresh,
             report=report,
             saved=engine.saved,
@@ -196,7 +183,7 @@ class StateManager:
             run_dir(self.folder, self.config.failover),
             self.engine.state(),
             group=self.group,
-            model=self.shape.model_dump(mode="json"),
+            model=self.engine.shape.model_dump(mode="json"),
             before=before,
             places=self.places,
         )
@@ -261,7 +248,7 @@ class StateManager:
 
     def _extra(self, step: int) -> dict[str, Any]:
         extra = {
-            "model": self.shape.model_dump(mode="json"),
+            "model": self.engine.shape.model_dump(mode="json"),
             "step": step,
             "updates": self.engine.optimizer.count,
             "optimizer": self.config.optimizer.name,

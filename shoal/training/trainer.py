@@ -90,8 +90,7 @@ class Trainer:
         make = partial(kind, initial=False) if late else kind
         self.engine = make(config, shape, mesh, samples["train"])
         self.engine.runtime.recorders.append(self.beat)
-        data, report = samples["train"].fingerprint, self.display.note
-        self.states = StateManager(config, shape, self.engine, folder, data, fresh=not resume, report=report)
+        self.states = StateManager(self.engine, folder, fresh=not resume, report=self.display.note)
         restored = self.states.resume(restarted=restarted) if resume else None
         if restored is None and late:
             self.engine.initialise()
@@ -101,7 +100,7 @@ class Trainer:
         self.source = restored.source if restored else ""
         self.knobs = FaultKnobs.read(config.testing, mesh.layout.world_size, begin=self.step, restarted=restarted)
         self.timed = TimedSteps(self.engine, self.knobs) if self.knobs.any or relaxed else None
-        self.guard = SilentFailureChecks(self.engine, config.failover, self.step, restored.extra if restored else {})
+        self.guard = SilentFailureChecks(self.engine, self.step, restored.extra if restored else {})
         self.states.beside = self.guard.state
         self.beat.begun(self.step)
         profiled = range(self.step + config.metrics.profile_after, config.train.steps)[: config.metrics.profile_steps]

@@ -24,7 +24,7 @@ def free_port() -> int:
 
 def test_it_listens_on_its_address_alone():
     port = free_port()
-    store = create_store(member(port=port), 10, CPU)
+    store = create_store(member(port=port), CPU)
     store.set("key", "value")
     ends = [end for end in psutil.Process().net_connections() if end.status == "LISTEN"]
     assert [end.laddr.ip for end in ends if end.laddr.port == port] == ["127.0.0.1"]
@@ -32,7 +32,7 @@ def test_it_listens_on_its_address_alone():
 
 def test_a_taken_port_is_bad_input():
     with socket.create_server(("127.0.0.1", 0)) as end, pytest.raises(UsageError, match="in use by another process"):
-        create_store(member(port=end.getsockname()[1]), 10, CPU)
+        create_store(member(port=end.getsockname()[1]), CPU)
 
 
 def test_which_address(monkeypatch):

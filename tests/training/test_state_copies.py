@@ -45,7 +45,7 @@ def train_and_save(folder: str, name: str, precision: str) -> None:
         patch.setattr(memory_checkpoint, "SideStream", Gate)
         Gate.opened.clear()
         engine = engine_of(config)
-        states = StateManager(engine.config, engine.shape, engine, Path(folder), "data", fresh=True, report=print)
+        states = StateManager(engine, Path(folder), fresh=True, report=print)
         for step in range(2):
             engine.step(step)
         expected = {key: [piece.tensor.clone() for piece in pieces] for key, pieces in engine.state().items()}

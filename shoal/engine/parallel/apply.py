@@ -123,7 +123,7 @@ def _build_stage(
     if copies:
         placements = share_copies(placements, copies, stage // depth)
     apply_context_parallel(model, mesh, assignment, chosen)
-    apply_mixture_of_depths(model, shape, mesh, assignment, chosen)
+    apply_mixture_of_depths(model, mesh, assignment, chosen)
     if compile:
         prepare_compiler()
         compiled: list[tuple[nn.Module, str]] = []

@@ -93,7 +93,7 @@ def assign_chosen(shape: ModelShape, mesh: Mesh, tokens: TokenAssignment) -> Tok
 
 
 def apply_mixture_of_depths(
-    model: Transformer, shape: ModelShape, mesh: Mesh, tokens: TokenAssignment, chosen: TokenAssignment | None
+    model: Transformer, mesh: Mesh, tokens: TokenAssignment, chosen: TokenAssignment | None
 ) -> None:
     """Make the Mixture-of-Depths layers, in place, choose from full sequences and share the work evenly.
 

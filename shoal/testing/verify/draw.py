@@ -15,9 +15,10 @@ from shoal.spec.layout import Layout
 from shoal.spec.optimizers import SOPHIA_PRECISIONS
 
 Choose = Callable[[Sequence[Any]], Any]
+MOST_RANKS = 8
 
 
-def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> RunConfig:
+def draw_run(choose: Choose, max_ranks: int = MOST_RANKS, *, routers: bool = True) -> RunConfig:
     """Draw a run that `shoal train` accepts.
 
     Sizes are small and odd on purpose: a vocabulary that tp does not divide, layers that pp does not divide, fewer
@@ -142,11 +143,11 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     return build_config({"model": model, "parallel": parallel, "data": data, "train": train})
 
 
-def draw_run_with(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
+def draw_run_with(optimizer: str, choose: Choose) -> RunConfig:
     """Draw a run of 3 steps with this update rule and matrices large enough for states in blocks."""
     rule = OptimizerConfig(name=cast(Any, optimizer))
     bare = CheckedRun(BARE.model_copy(update={"optimizer": rule}), model_shape("tiny"))
-    run = draw_run(choose, max_ranks, routers=not is_excluded(features.EXPERTS, bare))
+    run = draw_run(choose, routers=not is_excluded(features.EXPERTS, bare))
     settings: dict[str, Any] = {"name": optimizer, "learning_rate": 1e-2}
     if optimizer in SOPHIA_PRECISIONS:  # with a small scale, nearly all elements would be clipped
         settings |= {"hessian_every": 2, "hessian_scale": 100.0}

@@ -25,14 +25,13 @@ from shoal.report.tables import text_table
 from shoal.spec.config import RunConfig, save_config
 from shoal.testing.verify.case import Case, prepare, run_case
 from shoal.testing.verify.compare import PLAIN, Mismatch, Verdict, describe_reference, find_row
-from shoal.testing.verify.draw import draw_run, draw_run_with
+from shoal.testing.verify.draw import MOST_RANKS, draw_run, draw_run_with
 from shoal.testing.verify.faults import FAULTS, Fault
 from shoal.testing.verify.own_model import verify_own_model
 from shoal.testing.verify.reference import StepFacts
 
 MAX_RANKS = 64  # processes on one machine
 FAILURES = Path("verify-failures")  # folder of drawn runs that differ, to be verified alone
-_DRAWN_RANKS = 8
 _LINE_EVERY = 20  # layouts between two lines of progress, without a bar
 _BYTES_PER_PARAMETER = 8 * 6  # float64: weights, full and reduced gradients, two moments, the reference's value
 
@@ -102,7 +101,7 @@ def verify(
     if inject or own_precision:
         raise UsageError("--random draws its own runs in fp64: leave --inject and --precision own out.")
     rules = _rules(rule)
-    with Pool(_DRAWN_RANKS, device=device) as pool:
+    with Pool(MOST_RANKS, device=device) as pool:
         found = [_verify_drawn(console, pool, random, steps, config.train.seed, name) for name in rules]
     return Verification.from_verdicts([verdict for verdicts in found for verdict in verdicts])
 
@@ -219,7 +218,7 @@ def _verify_drawn(
             if show:
                 show(i / count, f"{i} of {count}, {differing} differ")
             choose = Random(f"{key}{seed}:{i}").choice
-            run = draw_run_with(optimizer, choose, _DRAWN_RANKS) if optimizer else draw_run(choose, _DRAWN_RANKS)
+            run = draw_run_with(optimizer, choose) if optimizer else draw_run(choose)
             case = prepare(run, own_precision=False, accumulate=False, device=pool.device)
             verdict, _ = run_case(case, pool, steps=steps)
             verdicts.append(verdict)

@@ -18,7 +18,6 @@ from shoal.engine.collectives.shm.window import Window
 from shoal.engine.data.batches import Dataset
 from shoal.engine.optim.build import build as build_optimizer
 from shoal.pipeline.from_layout import build_forwards
-from shoal.pipeline.program import Action
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import LOCAL, UNSYNCHRONISED
@@ -65,7 +64,7 @@ class ReplicaEngine(Engine):
         self.flat = Flat(self.parameters)
 
     @abstractmethod
-    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, loss: Tensor) -> StepResult:
         """Update the weights by the method. See `Engine.update`."""
 
     def divide_gradients(self) -> None:
@@ -120,7 +119,7 @@ class CompressedEngine(ReplicaEngine):
             case sync:
                 self.method = Quantised(*common, OneBit(relaxed.block) if sync == "onebit" else Int8(relaxed.block))
 
-    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, loss: Tensor) -> StepResult:
         """Update the weights with the compressed sum of the gradients. See `Engine.update`.
 
         Raises:
@@ -129,18 +128,18 @@ class CompressedEngine(ReplicaEngine):
         """
         self.complete_gradients()
         self.divide_gradients()
-        loss_sum, stopped, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
+        loss_sum, stops, square = to_host(sum_totals(self, loss, stop, self.parameters.square_norm()))
         mean = loss_sum / (tokens or 1)
         if not (math.isfinite(mean) and math.isfinite(square)):  # NaNs would persist in the error-feedback buffers
             raise NonFinite(f"step {step}: loss {mean:g}, sum of the replicas' squared gradient norms {square:g}")
         self.method.sum()
-        *_, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
+        *_, square = to_host(sum_totals(self, loss, stop, self.parameters.square_norm()))
         norm = math.sqrt(square / self.replicas) if square >= 0 else math.nan  # every replica has the unsharded sum
         if not math.isfinite(norm):
             raise NonFinite(f"step {step}: loss {mean:g}, gradient norm {norm:g}", untouched=False)
         self.clip_and_step(norm, rate)
         self.refresh_parameters()
-        return StepResult(mean, norm, rate, tokens, stopped)
+        return StepResult(mean, norm, rate, tokens, stops > 0)
 
     def common_state(self) -> dict[str, list[Piece]]:
         return Engine.state(self)
@@ -163,7 +162,7 @@ class LocalEngine(ReplicaEngine):
         )
         self._since = torch.zeros(5, dtype=torch.float64, device=mesh.device)
 
-    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, loss: Tensor) -> StepResult:
         """Step the replica's own optimizer; average if due.
 
         Raises:
@@ -216,9 +215,9 @@ class OwnCompressedEngine(OwnReplica, CompressedEngine):
 class OwnLocalEngine(OwnReplica, LocalEngine):
     """`LocalEngine` of a model of one's own, whose buffers are averaged with its weights."""
 
-    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, loss: Tensor) -> StepResult:
         """Step this replica; average if due. See `LocalEngine.update`."""
-        result = super().update(step, tokens, rate, stop, action, loss)
+        result = super().update(step, tokens, rate, stop, loss)
         if self.method.due(step + 1, self.config.train.steps):
             for stage in self.stages:
                 stage.statistics.average(self.mesh.group("dp"))
@@ -270,7 +269,7 @@ class AsyncEngine(ReplicaEngine):
             self.parameters.gather()
         return super().step(step, stop=stop, dry=dry)
 
-    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, loss: Tensor) -> StepResult:
         """Clip the gradients and pass them to the method.
 
         Raises:

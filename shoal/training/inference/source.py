@@ -44,19 +44,22 @@ class ModelSource:
 
     Attributes:
         weights: path of a checkpoint, or of a folder in Hugging Face's format.
-        window: maximum context length in generation.
     """
 
     config: RunConfig
     shape: ModelShape
     weights: str
-    window: int
     ends: frozenset[int]
 
     @property
     def is_run(self) -> bool:
         """Whether the model was trained by a run, not imported."""
         return self.config.model.weights is None or str(self.config.model.weights) != self.weights
+
+    @property
+    def window(self) -> int:
+        """Maximum context length in generation: that of a run's training, or of an imported model."""
+        return self.config.data.sequence_length if self.is_run else self.shape.max_sequence
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -100,13 +103,13 @@ def open_source(folder: str | Path) -> ModelSource:
         config, shape, tokenizer = describe_run(folder)
         found = find_good_checkpoint(config, folder)
         ends = frozenset({tokenizer.end_of_document})
-        return ModelSource(config, shape, str(found.path), config.data.sequence_length, ends)
+        return ModelSource(config, shape, str(found.path), ends)
     config = build_config(describe_hf(folder.absolute(), name))
     tokenizer = load_tokenizer(config.data.tokenizer)
     shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=1)
     HFWeights(folder, shape)  # its files are readable
     ends = frozenset({tokenizer.end_of_document, *_hf_ends(folder)})
-    return ModelSource(config, shape, str(config.model.weights), shape.max_sequence, ends)
+    return ModelSource(config, shape, str(config.model.weights), ends)
 
 
 def describe_run(folder: str | Path) -> tuple[RunConfig, ModelShape, Tokenizer]:

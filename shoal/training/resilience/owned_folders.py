@@ -63,7 +63,7 @@ def start_time(pid: int) -> float | None:
 
 
 @contextlib.contextmanager
-def temporary_folder(name: str, run_folder: Path, *others: Path) -> Iterator[Path]:
+def temporary_folder(run_folder: Path, *others: Path) -> Iterator[Path]:
     """Create a folder of this process and remove it at the end; first remove those that killed processes left.
 
     Args:
@@ -72,7 +72,7 @@ def temporary_folder(name: str, run_folder: Path, *others: Path) -> Iterator[Pat
     Raises:
         OSError: none of the places can be written.
     """
-    prefix = f"{name}-{os.getuid()}-"
+    prefix = f"shoal-launch-{os.getuid()}-"
     places = (Path(tempfile.gettempdir()), *others)
     for place in places:
         for path, _ in find_orphans(place, prefix):

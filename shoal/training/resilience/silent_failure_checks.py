@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.engine.collectives.json_collectives import HostGroup, gather
-from shoal.spec.config import FailoverConfig
 from shoal.training.records.timer import ActionTimer
 from shoal.training.resilience.reexecute import reexecute
 from shoal.training.resilience.replicas import compare_replicas
@@ -61,8 +60,9 @@ class SilentFailureChecks:
             agreed; after a failed check, newer states are not trusted.
     """
 
-    def __init__(self, engine: Engine, config: FailoverConfig, step: int, extra: dict[str, Any]):
-        self.engine, self.config, self.proven = engine, config, step
+    def __init__(self, engine: Engine, step: int, extra: dict[str, Any]):
+        self.engine, self.proven = engine, step
+        self.config = config = engine.config.failover
         self.group: HostGroup = dist.group.WORLD if engine.mesh.layout.world_size > 1 else None
         self.spikes = SpikeDetector(config.spike_factor, config.spike_window) if config.spike_factor else None
         self.rollbacks = 0

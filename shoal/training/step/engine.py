@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.device import peak_flops
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.sophia import Sophia
-from shoal.engine.runtime import Update
 from shoal.engine.streams import to_device
 from shoal.pipeline.program import Action
 from shoal.spec.catalog import ModelShape
@@ -29,13 +27,7 @@ from shoal.training.records.metrics import StepMetrics
 from shoal.training.step.curvature import estimate
 from shoal.training.step.engine_state import EngineState
 from shoal.training.step.late_step import StartedStep, starts_early, update_on_device
-from shoal.training.step.optimizer_step import (
-    NonFinite,
-    StageUpdates,
-    StepResult,
-    clip_factor,
-    sum_totals,
-)
+from shoal.training.step.optimizer_step import NonFinite, StageUpdates, StepResult, clip_factor, sum_totals
 from shoal.training.step.source_losses import SourceLosses
 
 
@@ -45,7 +37,6 @@ class Engine(EngineState):
     Attributes:
         starts_early: whether `start` is possible, and `step` uses it.
         gradient_terms: number of loss terms by which the gradients are still to be divided; 1 if the loss was.
-        failed: float32 [] on the device, 1 after a started step that was not finite; then no update changes anything.
         stage_updates: class of the updates in an asynchronous pipeline.
     """
 
@@ -57,7 +48,6 @@ class Engine(EngineState):
         super().__init__(config, shape, mesh, samples, initial=initial)
         self.starts_early = starts_early(self)
         self.gradient_terms = 1.0
-        self.failed = torch.zeros((), device=mesh.device)
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
         """Run one step.
@@ -86,13 +76,16 @@ class Engine(EngineState):
         if not dry and isinstance(self.optimizer, Sophia) and self.optimizer.due:
             self.optimizer.learn(estimate(self, step, batches, sum(tokens)))
         by_stage = self.stage_updates(self, step) if self.program.updates > 1 else None
-        update: Update[StepResult | None]
-        if dry:
-            update = self.complete_gradients
-        elif by_stage:
-            update = partial(by_stage.update, rate)
-        else:
-            update = partial(self.update, step, sum(tokens), rate, stop)
+
+        def update(action: Action, loss: Tensor) -> StepResult | None:
+            if dry:
+                self.complete_gradients()
+            elif by_stage:
+                by_stage.update(rate, action)
+            else:
+                return self.update(step, sum(tokens), rate, stop, loss)
+            return None
+
         loss, result = self.runtime.step(batches, scale, update)
         if dry:
             return StepResult(math.nan, math.nan, rate, sum(tokens))
@@ -117,7 +110,7 @@ class Engine(EngineState):
             self.complete_gradients()
             for layer_counts in self.layer_counts:
                 layer_counts.count()
-            return update_on_device(self, step, counts, rate, stop, loss, self.failed)
+            return update_on_device(self, step, counts, rate, stop, loss)
 
         _, started = self.runtime.step(self._move(batches, self.config.train.global_batch), scale, update)
         assert started is not None, "every program has an update"
@@ -126,7 +119,7 @@ class Engine(EngineState):
     def _move(self, batches: Sequence[Batch], sequences: float) -> list[Batch]:
         return [replace(batch.to(self.mesh.device), sequences=sequences) for batch in batches]
 
-    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, loss: Tensor) -> StepResult:
         """Clip the gradients by their norm over all stages and update the weights.
 
         The update is skipped if a scaled gradient overflowed. All ranks decide the same, as the norm is finite only if
@@ -140,7 +133,7 @@ class Engine(EngineState):
             NonFinite: on every rank, before any weight is changed.
         """
         self.complete_gradients()
-        loss_sum, stopped, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
+        loss_sum, stops, square = to_host(sum_totals(self, loss, stop, self.parameters.square_norm()))
         mean, norm = loss_sum / (tokens or 1), math.sqrt(square) if square >= 0 else math.nan
         scale, loss_scale = self.loss_scale, self.loss_scale.value if self.loss_scale else 1.0
         overflowed = not math.isfinite(norm)
@@ -151,7 +144,7 @@ class Engine(EngineState):
             counts.count()
         if scale and overflowed:
             scale.overflowed()
-            return StepResult(mean, norm, rate, tokens, stopped, loss_scale, skipped=True)
+            return StepResult(mean, norm, rate, tokens, stops > 0, loss_scale, skipped=True)
         scaled_by = loss_scale * self.gradient_terms
         norm /= scaled_by
         factor = clip_factor(self, norm) / scaled_by
@@ -163,7 +156,7 @@ class Engine(EngineState):
             self.routing.rebalance()
         if scale:
             scale.made()
-        return StepResult(mean, norm, rate, tokens, stopped, loss_scale)
+        return StepResult(mean, norm, rate, tokens, stops > 0, loss_scale)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, from 0."""

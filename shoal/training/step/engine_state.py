@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from shoal.engine.checkpoint.hugging_face import HFWeights
 from shoal.engine.collectives.mesh import Mesh
@@ -39,6 +40,7 @@ class EngineState(ModelState):
         observe: callback of each step, called when the gradients are complete.
         estimating: whether the running passes estimate the Hessian instead of computing the step.
         replica_offset: offset of the replica whose samples are used, to compute a step twice.
+        failed: float32 [] on the device, 1 after a started step that was not finite; then no update changes anything.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class EngineState(ModelState):
         self.runtime = self.build_runtime(self.program)
         self.runtime.on_loss = self.source_losses.add if self.source_losses.names else None
         self.replica_offset = 0
+        self.failed = torch.zeros((), device=mesh.device)
         self.skip(Skips())
 
     def build_optimizer(self, shards: Shards) -> Rule:
@@ -82,7 +85,7 @@ class EngineState(ModelState):
             self.optimizer.resume_at(weights.updates(states[MOMENTS[0]]))
         return weights
 
-    def complete_gradients(self, *_: object) -> None:
+    def complete_gradients(self) -> None:
         """Sum the tied embedding's gradient over the first and last stages, which completes all gradients."""
         self.parameters.sum_ends()
         if self.observe:

@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.streams import Mark, copy_later
 from shoal.training.step.engine_state import EngineState
-from shoal.training.step.optimizer_step import NonFinite, StepResult
+from shoal.training.step.optimizer_step import NonFinite, StepResult, sum_totals
 
 
 def starts_early(engine: EngineState) -> bool:
@@ -65,18 +65,15 @@ class StartedStep:
 
 
 def update_on_device(
-    engine: EngineState, step: int, counts: Tensor, rate: float, stop: bool, loss: Tensor, failed: Tensor
+    engine: EngineState, step: int, counts: Tensor, rate: float, stop: bool, loss: Tensor
 ) -> StartedStep:
     """Clip the gradients by their norm over all stages and update the weights, unless a step was not finite.
 
     Args:
         counts: [1] unmasked targets in the global batch.
         loss: sum over this rank's micro-batches [nats].
-        failed: float32 [], 1 after the first step that was not finite; set in place.
     """
-    loss = loss * (engine.mesh.index("tp") == 0)  # equal on all tensor-parallel ranks
-    mine = torch.stack((loss, torch.full_like(loss, stop), engine.parameters.square_norm()))
-    totals = all_reduce(mine, engine.mesh.group("world"))
+    failed, totals = engine.failed, sum_totals(engine, loss, stop, engine.parameters.square_norm())
     failed.copy_(torch.maximum(failed, (~torch.isfinite(totals).all()).float()))
     scale: Tensor | float = 1.0
     if clip := engine.config.optimizer.clip_norm:

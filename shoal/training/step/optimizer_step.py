@@ -53,12 +53,11 @@ class StepResult:
     met: bool = True
 
 
-def sum_totals(engine: EngineState, loss: Tensor, stop: bool, *square_norms: Tensor) -> tuple[float, bool, list[float]]:
-    """Sum over all ranks: loss, stop requests and squared gradient norms. Collective."""
+def sum_totals(engine: EngineState, loss: Tensor, stop: bool, *square_norms: Tensor) -> Tensor:
+    """Sum over all ranks, on the device: loss, stop requests and squared gradient norms. Collective."""
     loss = loss * (engine.mesh.index("tp") == 0)  # equal on all tensor-parallel ranks
     mine = torch.stack((loss, torch.full_like(loss, stop), *square_norms))
-    total, stops, *squares = to_host(all_reduce(mine, engine.mesh.group("world")))
-    return total, stops > 0, squares
+    return all_reduce(mine, engine.mesh.group("world"))
 
 
 def clip_factor(engine: EngineState, norm: float) -> float:
@@ -83,7 +82,7 @@ class StageUpdates:
         self.square_norms = torch.zeros(engine.program.updates, dtype=torch.float64, device=engine.mesh.device)
         self.failed = 0  # first version whose update was not made
 
-    def update(self, rate: float, action: Action, loss: Tensor) -> None:
+    def update(self, rate: float, action: Action) -> None:
         """Make one update, unless its gradient or an earlier one was not finite."""
         self.engine.complete_gradients()
         self.divide(action)
@@ -108,7 +107,7 @@ class StageUpdates:
             NonFinite: on every rank; the message names the first update that was not made, and its rank.
         """
         mesh = self.engine.mesh
-        loss_sum, stopped, squares = sum_totals(self.engine, loss, stop, *self.square_norms)
+        loss_sum, stops, *squares = to_host(sum_totals(self.engine, loss, stop, *self.square_norms))
         mean = loss_sum / (tokens or 1)
         if not all(map(math.isfinite, (mean, *squares))):
             failed = (self.failed, -mesh.index("pp"), mesh.describe())
@@ -119,4 +118,4 @@ class StageUpdates:
                 f"on {where}, which made neither it nor the later ones",
                 untouched=False,
             )
-        return StepResult(mean, sum(map(math.sqrt, squares)) / len(squares), rate, tokens, stopped)
+        return StepResult(mean, sum(map(math.sqrt, squares)) / len(squares), rate, tokens, stops > 0)

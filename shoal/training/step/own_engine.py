@@ -173,12 +173,12 @@ class OwnEngine(Engine):
         self._begin()
         return [self.divisor] * (max(updates) + 1)
 
-    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, loss: Tensor) -> StepResult:
         terms = self.count_terms(step, loss)
         self.gradient_terms = (terms or 1.0) / self.divisor
         if self.loss_scale:
             self.divisor = 1 << max(0, math.frexp(terms)[1])
-        result = super().update(step, terms, rate, stop, action, loss)
+        result = super().update(step, terms, rate, stop, loss)
         if not result.skipped:
             self.end_statistics()
         return result

@@ -158,7 +158,7 @@ def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> 
     allocated, reserved = (
         (None, None) if setting.rehearsal else (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     )
-    kernels = profile_step(engine, setting, 999, setting.out / "trace.json.gz" if trace else None)
+    kernels = profile_step(engine, setting, setting.out / "trace.json.gz" if trace else None)
     rates = describe_rates(setting, point, step, attained)
     expected = point.estimate(setting) if point.config.parallel.offload == "none" else None
     outside = outside_allocator(expected.run.cluster.memory_bytes, expected.calibration) if expected else 0.0
@@ -193,12 +193,12 @@ class StepKernels(NamedTuple):
     longest: list[tuple[str, float, int]]
 
 
-def profile_step(engine: Engine, setting: GpuSetting, step: int, trace: Path | None = None) -> StepKernels:
+def profile_step(engine: Engine, setting: GpuSetting, trace: Path | None) -> StepKernels:
     """Return the kernels of a step. In a rehearsal, the operators of the CPU take their place."""
     cuda = not setting.rehearsal
     kinds = [ProfilerActivity.CPU] * (trace is not None or not cuda) + [ProfilerActivity.CUDA] * cuda
     with profile(activities=kinds) as profiler:
-        engine.step(step)
+        engine.step(999)  # after the ones that were timed
         synchronize(setting.torch_device)
     if trace:
         profiler.export_chrome_trace(str(trace))

@@ -118,7 +118,7 @@ def explain(options: BudgetOptions, console: Console) -> Callable[[], str]:
         work.tokens or 0.0, seconds, devices, options.price or machine.dollars_per_hour, machines.watts, machines.pue
     )
     rows = [
-        *_work_rows(options, work), (),
+        *_work_rows(work), (),
         ("devices", f"{devices:,} x {machine.name}: {rate / 1e12:,.4g} TFLOP/s of {kind} each, "
                     f"{100 * options.utilisation:g} % of it"),
         ("time", f"{_days(seconds)}; on one device {_days(seconds * devices)}"),
@@ -174,7 +174,7 @@ def _cluster(machine: Accelerator) -> Cluster:
     return cluster(f"{node.per_node}x{node.name}")
 
 
-def _work_rows(options: BudgetOptions, work: Work) -> Iterator[tuple[str, str]]:
+def _work_rows(work: Work) -> Iterator[tuple[str, str]]:
     if work.parameters and work.tokens:
         each = f"{work.tokens / work.parameters:.3g} each"
         yield "parameters N, tokens T", f"{work.parameters:.4g}, {work.tokens:.4g} ({each})"

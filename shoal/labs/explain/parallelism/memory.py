@@ -54,7 +54,7 @@ class MemoryOptions(BatchOptions):
     """Number formats: bf16, fp32 or another precision of `shoal train`."""
 
 
-def korthikanti(shape: ModelShape, micro_batch: int, s: int, layout: Layout, recompute: Recompute) -> float:
+def korthikanti(shape: ModelShape, s: int, layout: Layout, recompute: Recompute) -> float:
     """Return the bytes of a layer's activations on a rank in 16 bits, by Korthikanti et al. 2022, equations 1 to 4.
 
     t ranks split what is inside of a block; with sequence parallelism also the rest. Selective recomputation drops the
@@ -62,11 +62,11 @@ def korthikanti(shape: ModelShape, micro_batch: int, s: int, layout: Layout, rec
 
     >>> from shoal.spec.catalog import model_shape
     >>> shape = model_shape("gpt3-6.7b")
-    >>> layer = korthikanti(shape, 1, 2048, Layout(), "none")
+    >>> layer = korthikanti(shape, 2048, Layout(), "none")
     >>> round(shape.layers * layer / 1e9, 1), layer == 2048 * 4096 * (34 + 5 * 32 * 2048 / 4096)
     (30.6, True)
     """
-    size, t = s * micro_batch * shape.hidden, layout.tp
+    size, t = s * layout.micro_batch * shape.hidden, layout.tp
     scores = 5 * shape.heads * s / shape.hidden if recompute == "none" else 0.0
     if recompute == "full":
         return 2 * size / (t if layout.sequence_parallel else 1)
@@ -116,7 +116,7 @@ def _modes(found: Estimate) -> Table:
     """Compare the bytes of a layer in each recomputation: by the formula, and of shoal's two attention kernels."""
     run, rows = found.run, []
     for mode in MODES:
-        formula = korthikanti(run.shape, run.layout.micro_batch, run.sequence_length, run.layout, mode)
+        formula = korthikanti(run.shape, run.sequence_length, run.layout, mode)
         counted = [total(activations.layer(batch, mode)) for batch in _kernels(found)]
         rows.append((mode, *map(show_bytes, (formula, *counted))))
     return text_table(("", "formula", "shoal, explicit scores", "shoal, sdpa"), rows)
@@ -137,9 +137,7 @@ def draw(found: Estimate, title: str) -> str:
     draw_bars(bars, list(vars(memory[0])), held, (found.capacity, f"{show_bytes(found.capacity)} of a device"))
     run = found.run
     series: dict[str, list[tuple[float, float]]] = {
-        "34 + 5 a s/h": [
-            (s, korthikanti(run.shape, run.layout.micro_batch, s, run.layout, "none")) for s in SEQUENCES
-        ]
+        "34 + 5 a s/h": [(s, korthikanti(run.shape, s, run.layout, "none")) for s in SEQUENCES]
     }  # fmt: skip
     for kernel, name in enumerate(("explicit scores", "sdpa")):
         series[name] = [(s, total(activations.layer(_kernels(found, s)[kernel], "none"))) for s in SEQUENCES]

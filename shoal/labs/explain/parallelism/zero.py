@@ -28,6 +28,9 @@ from shoal.spec.layout import Layout, ZeroStage
 from shoal.spec.number_formats import FORMATS, Formats
 
 PAPER = RECIPES["bf16, fp32 Adam"]
+PAPER_PARTS = (PAPER.weights, 3), (PAPER.gradients, 2), (PAPER.master + PAPER.moments, 1)
+"""Bytes per parameter of weights, gradients and optimizer's states, and the stage from which they are sharded."""
+
 STAGES = (0, 1, 2, 3)
 SHARDED = ("nothing", "optimizer", "+ gradients", "+ parameters")
 
@@ -60,27 +63,23 @@ class Kept(NamedTuple):
         return sum(self)
 
 
-def keep_by_formula(stage: int, parameters: float, ranks: int, each: PerParameter) -> Kept:
+def keep_by_formula(stage: int, parameters: float, ranks: int) -> Kept:
     """Return a rank's bytes by Rajbhandari et al., figure 1; the master weights are part of the optimizer's states.
 
-    >>> [round(keep_by_formula(stage, 7.5e9, 64, PAPER).total / 1e9, 1) for stage in STAGES]
+    >>> [round(keep_by_formula(stage, 7.5e9, 64).total / 1e9, 1) for stage in STAGES]
     [120.0, 31.4, 16.6, 1.9]
     """
-    optimizer = each.master + each.moments
-    shards = [ranks if stage >= since else 1 for since in (3, 2, 1)]
-    sizes = (each.weights, each.gradients, optimizer)
-    return Kept(*(parameters * size / shard for size, shard in zip(sizes, shards, strict=True)))
+    return Kept(*(parameters * size / (ranks if stage >= since else 1) for size, since in PAPER_PARTS))
 
 
-def show_formula(stage: int, each: PerParameter) -> str:
+def show_formula(stage: int) -> str:
     """Return the formula in bytes, with P parameters and N ranks.
 
-    >>> [show_formula(stage, PAPER) for stage in STAGES]
+    >>> [show_formula(stage) for stage in STAGES]
     ['16 P', '4 P + 12 P/N', '2 P + 14 P/N', '16 P/N']
     """
-    parts = (each.weights, each.gradients, each.master + each.moments)
-    unsharded = sum(size for size, since in zip(parts, (3, 2, 1), strict=True) if stage < since)
-    shard = sum(parts) - unsharded
+    unsharded = sum(size for size, since in PAPER_PARTS if stage < since)
+    shard = PAPER.total - unsharded
     return " + ".join(text for text, size in ((f"{unsharded} P", unsharded), (f"{shard} P/N", shard)) if size)
 
 
@@ -101,12 +100,12 @@ def explain(options: ZeroOptions, console: Console) -> Callable[[], str]:
     named = "" if options.parameters else f"{options.model}, "
     what = f"{named}{parameters:,.0f} parameters"
     console.print(f"[bold]{what}[/] on N = {options.dp} data-parallel ranks, bytes of a rank", highlight=False)
-    kept = {stage: keep_by_formula(stage, parameters, options.dp, PAPER) for stage in STAGES}
+    kept = {stage: keep_by_formula(stage, parameters, options.dp) for stage in STAGES}
     counted = {} if options.parameters else {
         stage: count_bytes(stage, shape, options.dp, policy) for stage in STAGES
     }  # fmt: skip
     sizes = per_parameter(policy) if counted else PAPER
-    rows = [[str(stage), SHARDED[stage], show_formula(stage, PAPER), show_bytes(kept[stage].total)] for stage in STAGES]
+    rows = [[str(stage), SHARDED[stage], show_formula(stage), show_bytes(kept[stage].total)] for stage in STAGES]
     sent = [[str(stage), *_sent(stage, parameters, options.dp, sizes.weights, sizes.gradients)] for stage in STAGES]
     headings, sends = ["stage", "sharded", "paper", "bytes"], ["stage", "sends in a step", "", ""]
     if counted:  # too wide for one table

@@ -110,11 +110,11 @@ def test_every_split_layer_has_a_name():
 def test_the_formula_of_a_gpt_layer(capsys):
     shape = model_shape("gpt3-175b")
     size, at = 2048 * shape.hidden, Layout(tp=8)
-    assert korthikanti(shape, 1, 2048, at, "none") == size * (10 + (24 + 80) / 8)
+    assert korthikanti(shape, 2048, at, "none") == size * (10 + (24 + 80) / 8)
     both = Layout(tp=8, sequence_parallel=True)
-    assert korthikanti(shape, 1, 2048, both, "none") == size * 114 / 8
-    assert korthikanti(shape, 1, 2048, both, "selective") == size * 34 / 8
-    assert korthikanti(shape, 2, 2048, Layout(), "full") == 2 * 2 * size
+    assert korthikanti(shape, 2048, both, "none") == size * 114 / 8
+    assert korthikanti(shape, 2048, both, "selective") == size * 34 / 8
+    assert korthikanti(shape, 2048, Layout(micro_batch=2), "full") == 2 * 2 * size
     out = explained(capsys, "memory --model gpt3-6.7b --sequence-length 2048")
     assert re.search(r"^none +956 MB ", out, re.M), "30.6 GB in 32 layers"
 
