@@ -26,7 +26,7 @@ from shoal.training.async_dp.methods.compress import Compressed
 from shoal.training.async_dp.methods.flat import Flat
 from shoal.training.async_dp.methods.gossip import Push
 from shoal.training.async_dp.methods.hogwild import Hogwild
-from shoal.training.async_dp.methods.method import Method, MethodStates, ReplicaMethod
+from shoal.training.async_dp.methods.method import Method, MethodStates
 from shoal.training.async_dp.methods.powersgd import PowerSGD
 from shoal.training.async_dp.methods.quantised import Int8, OneBit, Quantised
 from shoal.training.async_dp.methods.queue import Queue
@@ -55,7 +55,7 @@ class ReplicaEngine(Engine):
         flat: weights and gradients as flat tensors.
     """
 
-    method: ReplicaMethod
+    method: Compressed | LocalSteps | Method
 
     def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
         super().__init__(config, shape, mesh, samples)

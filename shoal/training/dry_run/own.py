@@ -60,11 +60,7 @@ class DryOwnEngine(OwnEngine):
         return 1.0, {}
 
     def _move(self, batches: Any, sequences: float) -> list[Any]:
-        return [batch.map(_without_values) for batch in batches]
-
-
-def _without_values(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        return [batch.map(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)) for batch in batches]
 
 
 @contextmanager

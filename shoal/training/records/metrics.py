@@ -220,15 +220,12 @@ def _parse(record: dict[str, Any]) -> StepMetrics:
             value if name == "expert_load" else [value] if name == "memory_by_rank"
             else [[*value.values()]] if name in BY_NAME else [[value]]
         )  # fmt: skip
-        if not all(type(number) in wanted and _is_plausible(number) for row in rows for number in row):
+        numbers = [number for row in rows for number in row]
+        if any(type(number) not in wanted or LARGEST < abs(number) < math.inf for number in numbers):
             raise ValueError(f"{name} is no number, or too large")
     if not known["step"] >= 1:
         raise ValueError("steps begin at 1")
     return StepMetrics(**{"loss": None} | known)
-
-
-def _is_plausible(number: float) -> bool:
-    return not LARGEST < abs(number) < math.inf
 
 
 COUNTS = ("step", "steps")

@@ -166,11 +166,15 @@ def _load_from_memory(
     if lost := sorted(set(range(some.world_size)) - save.keys()):
         which = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of {some.world_size}"
         raise CheckpointError(f"step {some.step}: no node has the part of {which}.")
-    holders = {file_name(owner): copies for owner, copies in save.items()}
     if len(set(places.hosts)) == 1:  # each rank reads all files itself, and `load` exchanges its errors
-        read = partial(_read_manifest, {owner: Path(copies[0].folder) for owner, copies in save.items()})
-        files = {file: Path(copies[0].folder) / file for file, copies in holders.items()}
+        folders = {owner: Path(copies[0].folder) for owner, copies in sorted(save.items())}
+        files = {file_name(owner): folder / file_name(owner) for owner, folder in folders.items()}
+
+        def read() -> Manifest:
+            return _merge([memory_slot.read(folder) for folder in folders.values()])
+
         return _load(home, state, group=group, model=model, read=read, files=files)
+    holders = {file_name(owner): copies for owner, copies in save.items()}
     manifest = _merge(_exchange_records(save, group))  # or its error on every rank, as all have the same records
     folder = home / f"restoring-{places.token}"
     try:
@@ -178,11 +182,6 @@ def _load_from_memory(
         return _load(home, state, group=group, model=model, read=lambda: manifest, files=files)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _read_manifest(folders: dict[int, Path]) -> Manifest:
-    """Read the content of a save from the folder of each rank's part."""
-    return _merge([memory_slot.read(folder) for _, folder in sorted(folders.items())])
 
 
 def _merge(records: list[SlotRecord]) -> Manifest:

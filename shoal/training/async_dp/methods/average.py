@@ -19,11 +19,11 @@ from torch import Tensor
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_reduce
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.method import MethodStates, ReplicaMethod
+from shoal.training.async_dp.methods.method import MethodStates
 from shoal.training.async_dp.methods.quantised import CodedSum, Int8
 
 
-class LocalSteps(ReplicaMethod):
+class LocalSteps:
     """Averaging of the weights every ``every`` steps.
 
     Args:

@@ -11,16 +11,16 @@ Each tensor is compressed separately, so tensors that several tensor-parallel ra
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 
 import torch
 
 from shoal.engine.collectives.group import Group
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.method import MethodStates, ReplicaMethod
+from shoal.training.async_dp.methods.method import MethodStates
 
 
-class Compressed(ReplicaMethod):
+class Compressed(ABC):
     """Base class of methods that sum the gradients of the replicas in compressed form.
 
     Args:
@@ -47,4 +47,5 @@ class Compressed(ReplicaMethod):
         """Replace each of `tensors` by its compressed sum, and its `error_views` by the residual."""
 
     def states(self) -> MethodStates:
+        """Return the states that a checkpoint stores."""
         return MethodStates(own={"error": self.flat.pieces(self.errors)})

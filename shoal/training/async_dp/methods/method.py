@@ -36,14 +36,6 @@ class MethodStates:
     served: States = field(default_factory=dict)
 
 
-class ReplicaMethod(ABC):
-    """Base class of methods that synchronise replicas."""
-
-    @abstractmethod
-    def states(self) -> MethodStates:
-        """Return the states that a checkpoint stores."""
-
-
 @dataclass
 class Staleness:
     """Number of other replicas' updates between computing a gradient and applying it.
@@ -62,7 +54,7 @@ class Staleness:
         self.most = max(self.most, most)
 
 
-class Method(ReplicaMethod):
+class Method(ABC):
     """Base class of methods in which a replica does not wait for all others.
 
     Args:
