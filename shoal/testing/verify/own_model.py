@@ -133,8 +133,7 @@ def run_steps(config: RunConfig, steps: int) -> list[RankStep]:
     for step in range(steps):
         loss = engine.step(step).loss
         gradients = _owned(engine.parameters.reduced_gradients())
-        state = engine.weights() | engine.saved_beside()
-        results.append((loss, gradients, _owned(state), _find_uneven(engine)))
+        results.append((loss, gradients, _owned(engine.weights()), _find_uneven(engine)))
     return results
 
 

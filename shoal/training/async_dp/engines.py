@@ -80,7 +80,7 @@ class ReplicaEngine(Engine):
 
     def common_state(self) -> dict[str, list[Piece]]:
         """Return the weights, by their names in a checkpoint; valid only when the replicas have synchronised."""
-        return {f"model.{name}": pieces for name, pieces in self.parameters.weights().items()}
+        return {f"model.{name}": pieces for name, pieces in self.weights().items()}
 
     def method_states(self) -> MethodStates:
         """Return everything that the replicas keep besides the common state."""
@@ -196,23 +196,11 @@ class LocalEngine(ReplicaEngine):
         self.method.restored()
 
 
-class OwnReplica(OwnEngine, ReplicaEngine):
-    """Engine of one replica of a model of one's own."""
-
-    def saved_beside(self) -> dict[str, list[Piece]]:
-        """Return the buffers and frozen parameters, which the first replica saves."""
-        found = super().saved_beside()
-        for pieces in found.values():
-            for piece in pieces:
-                piece.primary &= self.replica == 0
-        return found
-
-
-class OwnCompressedEngine(OwnReplica, CompressedEngine):
+class OwnCompressedEngine(OwnEngine, CompressedEngine):
     """`CompressedEngine` of a model of one's own."""
 
 
-class OwnLocalEngine(OwnReplica, LocalEngine):
+class OwnLocalEngine(OwnEngine, LocalEngine):
     """`LocalEngine` of a model of one's own, whose buffers are averaged with its weights."""
 
     def update(self, step: int, tokens: float, rate: float, stop: bool, loss: Tensor) -> StepResult:

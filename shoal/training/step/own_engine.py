@@ -242,11 +242,9 @@ class OwnEngine(Engine):
         self.validated = {"metrics": metrics or None}
         return float(to_host(self._sum(loss, replicas))) / (terms or 1.0)
 
-    def state(self) -> dict[str, list[Piece]]:
-        return super().state() | {f"model.{name}": pieces for name, pieces in self.saved_beside().items()}
-
-    def saved_beside(self) -> dict[str, list[Piece]]:
-        return {name: pieces for stage in self.stages for name, pieces in stage.state().items()}
+    def weights(self) -> dict[str, list[Piece]]:
+        """Return the model's pieces on this rank: parameters, also those that are not trained, and buffers."""
+        return super().weights() | {name: pieces for stage in self.stages for name, pieces in stage.state().items()}
 
     def _move(self, batches: Sequence[Any], sequences: float) -> list[Any]:
         return [batch.to(self.mesh.device) for batch in batches]
