@@ -107,11 +107,7 @@ def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:
         raise UsageError(
             f"{path} is the folder of a run.\n  Its config is {inside}; shoal train --resume {path} continues it."
         )
-    values = read_toml(path)
-    for name, fields in sections.items():
-        given = values.get(name, {})
-        values[name] = given | dict(fields) if isinstance(given, dict) else given
-    return build_config(values, source=str(path))
+    return build_config(read_toml(path), sections, source=str(path))
 
 
 def suggest_run(path: str | Path) -> str:
@@ -122,8 +118,17 @@ def suggest_run(path: str | Path) -> str:
     return f"\n  Did you mean {near[0]}?" if near else ""
 
 
-def build_config(values: dict[str, Any], *, source: str = "config") -> RunConfig:
-    """Build a `RunConfig` from nested plain values; errors name the keys of the file."""
+def build_config(
+    values: dict[str, Any], changes: Mapping[str, Mapping[str, Any]] | None = None, *, source: str = "config"
+) -> RunConfig:
+    """Build a `RunConfig` from nested plain values; errors name the keys of the file.
+
+    Args:
+        changes: fields that replace those of the values, by section.
+    """
+    for name, fields in (changes or {}).items():
+        given = values.get(name, {})
+        values = values | {name: given | dict(fields) if isinstance(given, dict) else given}
     return validate(RunConfig, rename_keys(values, RunConfig().model_dump()), source=source)
 
 

@@ -74,9 +74,7 @@ class RunPoint:
             },
             "optimizer": {"schedule": "constant", "warmup_steps": 0},
         }  # fmt: skip
-        for section, changed in self.changes.items():
-            values[section] = {**values.get(section, {}), **changed}
-        return build_config(values)
+        return build_config(values, self.changes)
 
     def changed(self, **changes: Mapping[str, Any]) -> RunPoint:
         """Return a copy with further config values by section."""

@@ -72,9 +72,7 @@ def train_steps(changes: Changes, precision: str, device: torch.device, steps: i
         "parallel": {"micro_batch": 2}, "data": {"source": "synthetic", "sequence_length": 32},
         "train": {"steps": STEPS, "global_batch": 4, "precision": precision}, "optimizer": {"warmup_steps": 0},
     }  # fmt: skip
-    for section, changed in changes.items():
-        values[section] = {**values.get(section, {}), **changed}
-    engine = build_engine(build_config(values), device, masked=0.3)
+    engine = build_engine(build_config(values, changes), device, masked=0.3)
     results = [engine.step(step) for step in range(steps)]
     weights = {name: pieces[0].tensor.detach().cpu() for name, pieces in engine.weights().items()}
     return TrainedSteps([r.loss for r in results], [r.gradient_norm for r in results], weights)

@@ -107,9 +107,7 @@ def build_run(
         },
         "optimizer": {"learning_rate": learning_rate, "warmup_steps": 20},
     }
-    for section, keys in changes.items():
-        values[section] = {**values.get(section, {}), **keys}
-    return build_config(values)
+    return build_config(values, changes)
 
 
 def compare(runs: Sequence[TrainedRun], reference: str) -> list[LossSummary]:
