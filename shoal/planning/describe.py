@@ -143,7 +143,6 @@ def _shape(model: str | ModelShape | None, config: RunConfig | None) -> ModelSha
         return model
     if model or config is None:
         return model_shape(model or DEFAULT_MODEL)
-    from shoal.engine.data.tokenizer import load_tokenizer
+    from shoal.engine.data.tokenizer import build_shape
 
-    vocab = load_tokenizer(config.data.tokenizer).vocab_size
-    return config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
+    return build_shape(config)

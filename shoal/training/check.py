@@ -10,7 +10,7 @@ from shoal.base.errors import UsageError, redact
 from shoal.base.files import expanded
 from shoal.engine.checkpoint.hugging_face import HFWeights, read_hf_config
 from shoal.engine.collectives.shm.region import host_identity
-from shoal.engine.data.tokenizer import load_tokenizer
+from shoal.engine.data.tokenizer import build_shape
 from shoal.engine.device import pick_device
 from shoal.engine.models.initial import on_meta
 from shoal.engine.models.transformer import Transformer
@@ -34,11 +34,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
         UsageError: a setting is wrong; the message names the field.
     """
     check_secrets(config)
-    if config.model.module:
-        shape: ModelShape = check_own_model(config)
-    else:
-        vocab = load_tokenizer(config.data.tokenizer).vocab_size
-        shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
+    shape = check_own_model(config) if config.model.module else build_shape(config)
     check_run(config, shape, ranks=ranks)
     check_profile(config)
     FaultKnobs.read(config.testing, config.parallel.world_size)
@@ -57,8 +53,7 @@ def check_weights(config: RunConfig) -> None:
     """
     if config.model.weights is None:
         return
-    vocab = load_tokenizer(config.data.tokenizer).vocab_size
-    shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
+    shape = build_shape(config)
     folder = expanded(config.model.weights, "model.weights")
     stored = build_config({"model": {"name": folder.name, **read_hf_config(folder)}}).model.shape(
         vocab=1, sequence_length=1)

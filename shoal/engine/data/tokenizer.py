@@ -13,6 +13,8 @@ import xxhash
 
 from shoal.base.errors import UsageError
 from shoal.base.files import expanded, read_bytes, try_to_write, write_atomically
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import RunConfig
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -149,6 +151,12 @@ def load_tokenizer(name: str) -> Tokenizer:
         UsageError: see `FileTokenizer`.
     """
     return BytesTokenizer() if name == "bytes" else FileTokenizer(expanded(name, "data.tokenizer"))
+
+
+def build_shape(config: RunConfig) -> ModelShape:
+    """Return the shape of a run's model, which has the vocabulary of the run's tokenizer."""
+    vocab = load_tokenizer(config.data.tokenizer).vocab_size
+    return config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> FileTokenizer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shoal.engine.data.tokenizer import load_tokenizer
+from shoal.engine.data.tokenizer import build_shape
 from shoal.launch.worker_pool import Pool, RankError
 from shoal.pipeline.from_layout import check_run, find_schedule, virtual_stages
 from shoal.spec.catalog import ModelShape
@@ -38,9 +38,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True, 
     Raises:
         UsageError: the layout does not fit the model or the batch.
     """
-    shape = config.model.shape(
-        vocab=load_tokenizer(config.data.tokenizer).vocab_size, sequence_length=config.data.sequence_length
-    )
+    shape = build_shape(config)
     train, notes = config.train, []
     check_run(config, shape)
     changed: dict = {"device": device, "compile": False}

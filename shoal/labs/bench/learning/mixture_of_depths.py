@@ -8,7 +8,7 @@ from dataclasses import replace
 from pydantic import Field, PositiveInt
 from rich.console import Console
 
-from shoal.engine.data.tokenizer import load_tokenizer
+from shoal.engine.data.tokenizer import build_shape
 from shoal.labs.bench.benchmark import Notify, make_folder, make_table
 from shoal.labs.bench.learning import experiment
 from shoal.labs.bench.learning.experiment import LENGTH, VALIDATION, Experiment, LossSummary, TrainedRun, build_run
@@ -82,8 +82,7 @@ def _format_fact(kind: LossSummary, fact: str, style: str) -> str:
 
 
 def _flops(config: RunConfig) -> int:
-    vocab = load_tokenizer(config.data.tokenizer).vocab_size
-    return config.model.shape(vocab=vocab, sequence_length=LENGTH).flops_per_token(LENGTH)
+    return build_shape(config).flops_per_token(LENGTH)
 
 
 def training_flops(run: TrainedRun) -> Points:
