@@ -124,7 +124,7 @@ def build_config(
     """Build a `RunConfig` from nested plain values; errors name the keys of the file.
 
     Args:
-        changes: fields that replace those of the values, by section.
+        changes: fields by section; they replace fields of the values.
     """
     for name, fields in (changes or {}).items():
         given = values.get(name, {})
