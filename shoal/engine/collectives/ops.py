@@ -29,8 +29,8 @@ from shoal.engine.collectives.pending import Pending, Then
 from shoal.engine.collectives.shm.transport import REDUCTIONS
 
 # Renamed in torch 2.13; each name exists in one release or the other.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _EXCHANGED = 2 * 2**20  # bytes; up to this size two gloo ranks exchange tensors and sum locally
 
@@ -143,7 +143,7 @@ def all_gather_flat(out: Tensor, part: Tensor, group: Group) -> Pending:
     if group.shared is not None:
         work = group.shared.all_gather(out, part)
     else:
-        work = _all_gather(out, part, group=group.backend, async_op=True)
+        work = all_gather_single(out, part, group=group.backend, async_op=True)
     return group.throttled(work)
 
 
@@ -164,7 +164,7 @@ def _start_parts(part: Tensor, full: Tensor, group: Group) -> Pending:
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=group.backend, async_op=True)
         return Then(work, lambda: torch.sum(received.view(group.size(), -1), 0, out=part))  # always in rank order
-    return _reduce_scatter(part, full, group=group.backend, async_op=True)
+    return reduce_scatter_single(part, full, group=group.backend, async_op=True)
 
 
 def start_send(x: Tensor, to: int, group: Group) -> Pending:

@@ -22,7 +22,7 @@ from shoal.base.section import NonEmpty
 from shoal.base.units import BYTES, parse, show_bytes, show_seconds
 from shoal.engine.collectives.group import allocate
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.collectives.ops import all_gather_single, all_reduce, reduce_scatter_single
 from shoal.engine.device import tune_process
 from shoal.labs.bench.benchmark import TIME_LIMIT, Benchmark, Notify, Row, choose_names, make_table, write_records
 from shoal.labs.bench.race import CPU, slowest_rank, time_in_turns
@@ -35,10 +35,6 @@ from shoal.spec.layout import Layout
 
 BACKEND = "backend"
 MOST_RANKS = 32
-
-# torch 2.13 renamed these two.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class CollectivesBenchmark(Benchmark):
@@ -169,8 +165,8 @@ def _prepare_backend(collective: Collective, each: int) -> Prepared:
         Collective.GATHER: (
             lambda: dist.gather(x, list(full.split(each)) if root else None, 0), full if root else full[:0]
         ),
-        Collective.ALL_GATHER: (lambda: _all_gather(full, x), full),
-        Collective.REDUCE_SCATTER: (lambda: _reduce_scatter(part, x), part),
+        Collective.ALL_GATHER: (lambda: all_gather_single(full, x), full),
+        Collective.REDUCE_SCATTER: (lambda: reduce_scatter_single(part, x), part),
         Collective.ALL_TO_ALL: (lambda: dist.all_to_all_single(full, x), full),
     }
     call, result = calls[collective]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
+from shoal.engine.collectives.ops import all_gather_single, reduce_scatter_single
 from shoal.engine.device import allow_reproducible_products, init_world, reproducible
 from shoal.engine.kernels.example import examples_of_kernel, relative_error
 from shoal.labs.bench.benchmark import Row
@@ -211,8 +212,8 @@ def check_backend(setting: GpuSetting) -> Iterator[Row]:
     out = torch.empty_like(x)
     for name, call in {
         "all-reduce": lambda: (out.copy_(x), dist.all_reduce(out)),
-        "all-gather": lambda: dist.all_gather_into_tensor(out, x),
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(out, x),
+        "all-gather": lambda: all_gather_single(out, x),
+        "reduce-scatter": lambda: reduce_scatter_single(out, x),
         "all-to-all": lambda: dist.all_to_all_single(out, x), "broadcast": lambda: dist.broadcast(out.copy_(x), 0),
     }.items():  # fmt: skip
         out.zero_()
