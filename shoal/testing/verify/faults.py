@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.engine import runtime
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.position import MeshPosition
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.experts.router import Router
 from shoal.engine.models.loss import SummedCrossEntropy
@@ -284,7 +285,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "same-samples": Fault(
         "every replica reads the same samples",
-        Mesh, "index", lambda right, mesh, axis: 0 if axis == "dp" else right(mesh, axis), {"dp": 2},
+        MeshPosition, "index", lambda right, mesh, axis: 0 if axis == "dp" else right(mesh, axis), {"dp": 2},
     ),
     "next-samples": Fault(
         "a replica reads the samples of the next step",
