@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shoal.engine import runtime
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.position import MeshPosition
 from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.collectives.position import MeshPosition
 from shoal.engine.models.experts.router import Router
 from shoal.engine.models.loss import SummedCrossEntropy
 from shoal.engine.parallel import apply, expert, linear, mixture_of_depths, overlap
