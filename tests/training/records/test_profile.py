@@ -118,8 +118,11 @@ def test_nothing_is_recorded_unasked_and_a_profile_is_that_of_the_last_start(cor
     train_in(pool, again, folder, resume=True)
     assert read_profile(folder).ranks[0].steps == (5, 6, 7)  # the first step after a resume is warm-up
     alone = again.model_copy(update={"parallel": config.parallel.model_copy(update={"pp": 1}), "train": longest})
+    for rank in range(2):
+        (folder / "profile" / f"trace-rank-{rank:05d}.json.gz").touch()  # of a start with traces
     train_in(pool, alone, folder, resume=True)
-    assert [rank.steps for rank in read_profile(folder).ranks] == [(9, 10)]  # the second rank's file went with it
+    assert [rank.steps for rank in read_profile(folder).ranks] == [(9, 10)]
+    assert [path.name for path in (folder / "profile").iterdir()] == ["rank-00000.jsonl"]
 
 
 def test_the_files_are_plain_lines_and_a_missing_rank_is_named(corpus, pool, tmp_path):
