@@ -17,7 +17,7 @@ from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.space import build_layout
 from shoal.planning.search.usual import find_usual
 from shoal.planning.software_estimate import SoftwareEstimate, estimate_run
-from shoal.report.planning.other_software import MEGATRON_FORMATS, config_lines, torchtitan_config
+from shoal.report.planning.other_software import MEGATRON_FORMATS, software_lines, torchtitan_config
 from shoal.spec.catalog.software import find_software, software_table
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
@@ -133,6 +133,7 @@ def test_commands_answer_for_other_software(tmp_path, capsys: pytest.CaptureFixt
     assert main(["plan", *run, "--software", "megatron-core", "--out", str(page)]) == 0
     said = capsys.readouterr().out
     assert "--tensor-model-parallel-size" in said and "layouts of megatron-core priced" in said
+    assert "--tensor-model-parallel-size" in page.read_text()
     assert main(["plan", *run, "--software", "torchtitan"]) == 0
     assert "[parallelism]" in capsys.readouterr().out
     assert main(["plan", *run, "--software", "torchtitan", "--toml", str(tmp_path / "run.toml")]) == 2
@@ -166,7 +167,7 @@ def test_megatron_gets_the_arguments_of_a_layout(
     of = {"cluster": f"{split.world_size // 8}x8xA100", "global_batch": 64, "sequence_length": 2048}
     run = describe_run(split, model="llama-3-8b", software=software, **of)
     run = replace(run, shape=run.shape.model_copy(update={"layers": layers}))
-    lines = list(config_lines(run))
+    lines = list(software_lines(run))
     said = "\n".join(lines)
     assert all(any(line.startswith(each) for line in lines) for each in wanted) and "--bf16" in lines, said
     assert not any(each in said for each in unwanted), said

@@ -23,20 +23,19 @@ PENDING_BACKWARDS = {"zb-h1": 1, "zb-h2": 2}
 """Backwards that wait in Zero Bubble's schedules, per stage."""
 
 
-def config_lines(run: EstimatedRun) -> Iterator[str]:
-    """Yield the software's own config of a run: Megatron's arguments or torchtitan's TOML; else the layout in words."""
+def software_lines(run: EstimatedRun) -> Iterator[str]:
+    """Yield a heading and the software's own config: Megatron's arguments or torchtitan's TOML; else the layout."""
     name = run.software.name
     if name in MEGATRON:
         source = "sail-sg/zero-bubble" if name == "zero-bubble" else "NVIDIA/Megatron-LM"
-        yield f"The best, as arguments of {name} ({source}, arguments.py):"
-        yield ""
+        yield f"The recommended, as arguments of {name} ({source}, arguments.py):"
         yield from megatron_arguments(run)
     elif name == "torchtitan":
-        yield "The best, as TOML for torchtitan (pytorch/torchtitan, job_config.py):"
-        yield ""
+        yield "The recommended, as TOML for torchtitan (pytorch/torchtitan, job_config.py):"
         yield from tomli_w.dumps(torchtitan_config(run)).splitlines()
     else:
-        yield f"The best, in shoal's words; {name} has other names: {run.layout.describe()}"
+        yield f"The recommended, in shoal's words; {name} has other names:"
+        yield run.layout.describe()
 
 
 def megatron_arguments(run: EstimatedRun) -> Iterator[str]:

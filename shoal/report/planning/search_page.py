@@ -9,7 +9,6 @@ from datetime import date
 from html import escape
 from pathlib import Path
 
-from shoal.base.errors import UsageError
 from shoal.base.files import write_atomically
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.estimate import NAMES, StepEstimate
@@ -17,7 +16,7 @@ from shoal.planning.search.plan import Plan
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.report.charts import COLOURS, draw_tiles, new_figure, stacked_bars, to_svg
 from shoal.report.page import page
-from shoal.report.planning.tables import best_mfu, run_toml
+from shoal.report.planning.tables import best_mfu, config_lines
 from shoal.report.tables import html_table
 from shoal.report.timeline.palette import mix
 from shoal.spec.layout import Layout
@@ -37,10 +36,8 @@ def write_page(path: Path, model: str, plan: Plan, estimates: Sequence[StepEstim
     ]
     lead = (f"{model}, {run.precision}, {run.optimizer}; {run.cluster.describe()}; {run.global_batch:,} sequences of "
             f"{run.sequence_length:,} tokens a step; {date.today()}.")  # fmt: skip
-    try:
-        toml = run_toml(model, run, plan.found.layout) if run.software.name == "shoal" else ""
-    except UsageError as error:
-        toml = str(error)
+    heading, *config = config_lines(model, plan)
+    text = "\n".join(config)
     parts = [
         "<h2>Time of a step, on the busiest pipeline rank</h2>",
         stacked_bars(NAMES, list(zip(names, times, steps, strict=True))),
@@ -49,7 +46,7 @@ def write_page(path: Path, model: str, plan: Plan, estimates: Sequence[StepEstim
                      (estimates[0].capacity, f"{show_bytes(estimates[0].capacity)} of a device")),
         "<h2>Comparison with the recommended</h2>",
         html_table(rows, ("layout", "step", "MFU", "memory", "against the recommended")),
-        f"<h2>The recommended layout, for shoal train</h2><pre>{escape(toml)}</pre>" if toml else "",
+        f"<h2>{escape(heading.rstrip(':'))}</h2><pre>{escape(text)}</pre>",
         f"<h2>Command</h2><pre>shoal {escape(shlex.join(sys.argv[1:]))}</pre>",
     ]  # fmt: skip
     write_atomically(path, page(f"Plan of {model}", lead, parts))
@@ -63,7 +60,8 @@ def _label(layout: Layout) -> str:
     virtual = f" x{layout.virtual_stages}" if layout.virtual_stages else ""
     schedule = f", {layout.schedule}{virtual}" if layout.pp > 1 else ""
     recompute = "" if layout.recompute == "none" else f", {layout.recompute}"
-    return f"{_degrees(layout)}, Z{layout.zero}{schedule}, b{layout.micro_batch}{recompute}"
+    shard = f"/{layout.zero_shard}" if layout.zero_shard else ""
+    return f"{_degrees(layout)}, Z{layout.zero}{shard}{schedule}, b{layout.micro_batch}{recompute}"
 
 
 def write_map(

@@ -23,7 +23,7 @@ from shoal.planning.search.plan import Plan, PricedLayout, Progressing
 from shoal.planning.search.space import LEVELS
 from shoal.planning.software_estimate import estimate_run
 from shoal.report.planning.estimate_lines import training_facts
-from shoal.report.planning.other_software import config_lines
+from shoal.report.planning.other_software import software_lines
 from shoal.report.tables import table_lines
 from shoal.spec.layout import Layout
 from shoal.spec.schedules import PAIRED
@@ -64,14 +64,7 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate], training: F
     ]  # fmt: skip
     low, high = map(show_seconds, estimates[0].interval)
     least, most = map(show_bytes, estimates[0].memory_interval)
-    best = replace(run, layout=plan.best[0].layout)
-    try:
-        if run.software.name != "shoal":
-            toml = list(config_lines(best))
-        else:
-            toml = ["The recommended, for `shoal train`:", "", *run_toml(model, run, best.layout).splitlines()]
-    except UsageError as error:
-        toml = [str(error)]
+    heading, *config = config_lines(model, plan)
     searched = (
         f"{plan.branches - plan.pruned:,} of {plan.branches:,} combinations of mesh, micro-batch and pipeline bounded, "
         f"{len(plan.players)} programs, {plan.played:,} layouts simulated"
@@ -85,8 +78,19 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate], training: F
         *nearby_lines(plan), "",
         *(f"{name}: {value}" for name, value in training_facts(run, training)), "",
         f"{searched}: {plan.seconds:.1f} s",
-        "", *toml,
+        "", heading, "", *config,
     ]
+
+
+def config_lines(model: str, plan: Plan) -> list[str]:
+    """Return a heading, and the recommended layout as config of the software that trains, or why it has none."""
+    run = replace(plan.run, layout=plan.found.layout)
+    if run.software.name != "shoal":
+        return list(software_lines(run))
+    try:
+        return ["The recommended, for shoal train:", *run_toml(model, run, run.layout).splitlines()]
+    except UsageError as error:
+        return ["The recommended:", str(error)]
 
 
 def nearby_lines(plan: Plan) -> Iterator[str]:
