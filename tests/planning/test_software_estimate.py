@@ -10,6 +10,7 @@ import pytest
 import shoal
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
+from shoal.pipeline.from_layout import virtual_stages
 from shoal.planning.describe import describe_run
 from shoal.planning.estimable import check_closed_form
 from shoal.planning.search.kinds import TIE
@@ -203,3 +204,15 @@ def test_the_usual_layout_of_llama_3_405b_is_the_published_one() -> None:
                             software="megatron-core")  # fmt: skip
     usual = find_usual(planner.run)
     assert usual is not None and (usual.layout.tp, usual.layout.pp, usual.layout.dp) == (8, 16, 128)
+
+
+@pytest.mark.parametrize("software", ["megatron-2021", "megatron-core", "torchtitan", "zero-bubble"])
+def test_stages_are_planned_as_the_software_splits_the_layers(software: str) -> None:
+    """126 layers: 16 stages count both ends; Megatron-LM of 2021 has none that it could not divide."""
+    run = {"global_batch": 512, "sequence_length": 4096, "software": software}
+    plan = LayoutPlanner("llama-3.1-405b", "64x8xH100", **run).plan()
+    layouts = [found.layout for found in plan.listed]
+    usual = find_usual(plan.run)
+    assert layouts and usual is not None
+    for layout in (*layouts, usual.layout):
+        assert plan.run.software.splits(126, layout.pp * virtual_stages(layout))

@@ -28,7 +28,7 @@ from shoal.spec.config import build_config
 from shoal.spec.layout import Layout
 from shoal.training.check import check
 from shoal.training.inference.generate import Sampling, draw, generate
-from shoal.training.inference.sample import Continuation, encode_prompts, find_words
+from shoal.training.inference.sample import Continuation, encode_prompts, find_words, sample_run
 from shoal.training.inference.source import load_model, open_source, read_any_length
 from shoal.training.records.metrics import read_metrics
 from shoal.training.step.engine import Engine
@@ -290,6 +290,19 @@ def test_any_temperature_gives_a_text(tied):
 ])
 def test_words_to_begin_with_are_the_first_of_a_whole_line(text, words):
     assert find_words(text) == words
+
+
+@pytest.mark.parametrize(("given", "prompt"), [
+    (None, "zebra crossing ahead of"), ("def main(", "def main("), ("", ""),
+])
+def test_a_run_ends_with_a_sample_of_its_held_out_text_or_of_the_given_prompt(tied, given, prompt):
+    _, folder = tied
+    source = open_source(folder)
+    ids = torch.tensor([source.tokenizer.encode("ways.\nzebra crossing ahead of us").tolist()])
+    held_out = SimpleNamespace(batch=lambda numbers: SimpleNamespace(tokens=ids))
+    config = source.config.replace(metrics={"sample_prompt": given})
+    found, text = sample_run(folder, config, source.shape, held_out, pytest.fail)
+    assert found == prompt and bool(text) == bool(prompt)
 
 
 def test_what_is_no_run_is_refused(tied, tmp_path, capsys):
