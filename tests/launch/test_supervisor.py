@@ -145,9 +145,7 @@ def test_what_raises_before_its_first_step_is_not_restarted(supervised, corpus, 
 def test_a_rank_may_be_lost_before_its_first_heartbeat_before_the_first_checkpoint_and_after_the_last_step(
     supervised, undisturbed, corpus, capfd
 ):
-    """Three losses in one run. The others wait for the first in the rendezvous. After the second the run begins anew.
-    After the third no step is left.
-    """
+    """A run loses a rank three times: while all meet, before a first checkpoint, and after the last step."""
     config = config_of(corpus, failover={"restarts": 4})
     code, folder = supervised(config, "stop@start:1:,kill@2:0:B,exit@end:1:")
     said = capfd.readouterr().err

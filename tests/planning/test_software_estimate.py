@@ -176,7 +176,7 @@ def test_megatron_gets_the_arguments_of_a_layout(
 
 
 def test_torchtitan_gets_the_stages_of_a_layout() -> None:
-    """Its number of stages is that of its layers, with the less at both ends, over those of a stage, rounded up."""
+    """torchtitan adds to the layers what both ends have less, divides by the layers of a stage, and rounds up."""
     for layers in (30, 32):
         layout = Layout(dp=4, zero=3, pp=4, schedule="interleaved-1f1b", virtual_stages=2)
         of = {"cluster": "2x8xH100", "global_batch": 64, "sequence_length": 2048, "software": "torchtitan"}
