@@ -78,6 +78,8 @@ def _run(args: list[str]) -> int:
     if "config" not in takes:
         if words and "model" in takes["options"].model_fields:
             refuse_model_name(words[0], "--model")
+            if words[0].endswith(".toml"):
+                raise UsageError(f"{words[0]}: shoal {name} reads no config of a run.\n  Name a model with --model.")
         return function(parse(f"shoal {name}", takes["options"], words, description=command.help))
     return function(*parse_run(name, takes["options"], words, command.config))
 
