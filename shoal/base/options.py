@@ -281,8 +281,9 @@ def _name_kinds(found: re.Match[str]) -> str:
 
 
 def _by_usual_names(unknown: Sequence[str], sections: Mapping[str, type[BaseModel]]) -> Iterator[str]:
-    """Yield the options that other trainers call by unknown names."""
-    for field in filter(None, (USUAL.get(name.rpartition(".")[2].replace("-", "_")) for name in unknown)):
+    """Yield the options that other trainers call by unknown names, or that have these names in another section."""
+    for name in (each.rpartition(".")[2].replace("-", "_") for each in unknown):
+        field = USUAL.get(name, name)
         for section, kind in sections.items():
             if field in kind.model_fields:
                 yield f"--{section}{'.' * bool(section)}{field.replace('_', '-')}"

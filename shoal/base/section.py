@@ -84,6 +84,7 @@ def _as_json(value: Any) -> Any:
 USUAL = {
     "lr": "learning_rate", "batch_size": "global_batch", "global_batch_size": "global_batch",
     "micro_batch_size": "micro_batch", "seq_len": "sequence_length", "seq_length": "sequence_length",
+    "save_interval": "every", "eval_interval": "validate_every", "log_interval": "log_every",
     "max_seq_len": "sequence_length", "max_steps": "steps", "num_steps": "steps", "train_iters": "steps",
     "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_size": "tp",
     "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp", "pipeline_parallel_size": "pp",

@@ -117,6 +117,8 @@ def _complete_resume(args: list[str]) -> list[str]:
         run_file = Path(args[i]) / RUN_FILE
         if not run_file.is_file():
             near = suggest_run(args[i])
+            if near and Path(args[i], "manifest.json").is_file():
+                near += " It resumes from its newest checkpoint: for an older one, move the later ones away."
             raise UsageError(f"--resume {args[i]}: not a run folder: it has no {RUN_FILE}.{near}")
         args.insert(0, str(run_file))
     return args

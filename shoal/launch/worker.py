@@ -36,7 +36,7 @@ from shoal.training.check import check
 from shoal.training.resilience.events import describe_recordings, write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase, record_path
 from shoal.training.resilience.host_memory_dir import release, run_dir
-from shoal.training.run_folder import list_changes, new_run
+from shoal.training.run_folder import describe_changes, list_changes, new_run
 from shoal.training.samples import open_samples, open_validation
 from shoal.training.stop import PREEMPTED, REQUESTED, StopRequests
 from shoal.training.trainer import Trainer
@@ -116,9 +116,12 @@ class Generation:
         if follows:
             self._report_previous(folder, lost)
         elif self.resume and not self.restarted and member.rank == 0:
+            changed = list_changes(folder, config)
+            for line in describe_changes(folder, changed):
+                trainer.display.note(line)
             write_event(
                 folder, "resumed", step=trainer.step, ranks=member.world_size, how=member.how,
-                layout=config.parallel.describe(), changed=list_changes(folder, config),
+                layout=config.parallel.describe(), changed=changed,
             )
         if open_port := open_port_notice(member):
             trainer.display.note(open_port)

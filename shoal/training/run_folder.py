@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from shoal.engine.own.definition import PICKLED
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config, suggest_run
 from shoal.training.records.metrics import read_metrics
+from shoal.training.resilience.events import read_events
 from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.resilience.memory_slot import newest_step
 
@@ -113,6 +114,33 @@ def list_changes(folder: Path, config: RunConfig) -> dict[str, object]:
     }
 
 
+def describe_changes(folder: Path, changed: Mapping[str, object]) -> Iterator[str]:
+    """Yield what a resume changes, and what the one before had changed: that is not remembered.
+
+    Args:
+        changed: of `list_changes`; not yet among the events.
+    """
+    if changed:
+        yield f"changed from {folder / RUN_FILE}: {_listed(changed)}"
+    resumes = (event.get("changed") for event in reversed(read_events(folder)) if event["event"] == "resumed")
+    before = next((each for each in resumes if isinstance(each, dict)), {})
+    if forgotten := {name: value for name, value in before.items() if name not in changed}:
+        yield f"not given again, so {folder / RUN_FILE} counts; the last start had: {_listed(forgotten)}"
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} = {value!r}" for name, value in values.items())
+
+
+def resume_command(folder: Path, config: RunConfig) -> str:
+    """Return the command that resumes a run with the same number of steps and numbers of the optimizer."""
+    words = ["shoal train --resume", str(folder)]
+    for name, value in list_changes(folder, config).items():
+        if name.startswith(("train.steps", "optimizer.")) and type(value) in (int, float, str):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return " ".join(words)
+
+
 def is_free(folder: Path) -> bool:
     """Return whether a new run may use this folder: it does not exist or is empty."""
     return not (any(folder.iterdir()) if folder.is_dir() else os.path.lexists(folder))
@@ -178,6 +206,8 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: b
         raise UsageError(
             f"--resume {folder}: this run was started with another config:{lines}"
             f"\n  Leave {it} out, or start a new run. What may change: {MAY_CHANGE}."
+            + ("" if config.model.module else "\n  A new run can begin with its weights: "
+               f"shoal export hf {folder} --out MODEL, then --model.weights MODEL")
         )
     if not again:
         _check_checkpoint(config, folder)
@@ -190,7 +220,8 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
         "train.seed": lambda c: c.train.seed,
         "data.source": lambda c: c.data.reads,
         "data.mixture": lambda c: {
-            name: source.model_dump(exclude={"paths", "source"}) for name, source in c.data.mixture.items()
+            name: source.model_dump(exclude={"paths", "source"}, exclude_defaults=True)
+            for name, source in c.data.mixture.items()
         },
         **{f"data.{name}": attrgetter(f"data.{name}") for name in _DATA_ORDER},
     }

@@ -36,6 +36,7 @@ from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase
 from shoal.training.resilience.replicas import SilentFailure
 from shoal.training.resilience.silent_failure_checks import SilentFailureChecks
+from shoal.training.run_folder import resume_command
 from shoal.training.state_manager import StateManager
 from shoal.training.step.late_step import StartedStep
 from shoal.training.step.optimizer_step import NonFinite, StepResult
@@ -398,7 +399,8 @@ class Trainer:
             return
         if self.step < self.config.train.steps:
             self.display.note(
-                f"stopped after step {self.step}, which is saved; resume with: shoal train --resume {self.folder}"
+                f"stopped after step {self.step}, which is saved; resume with: "
+                f"{resume_command(self.folder, self.config)}"
             )
             return
         prompt, sample = sample_run(

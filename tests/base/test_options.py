@@ -32,6 +32,7 @@ def test_an_error_has_no_frame_and_no_colours_even_on_a_terminal(monkeypatch: py
         (["--data.path", "x"], "Perhaps you meant: --data.paths, --data.chat"),  # a flag with two names
         (["--lr", "1"], "Perhaps you meant: --optimizer.learning-rate"),
         (["--optimizer.lr", "1", "--data.files=x"], "Perhaps you meant: --optimizer.learning-rate, --data.paths"),
+        (["--data.micro-batch", "1"], "Perhaps you meant: --parallel.micro-batch"),
         (["--micro-batch-size=1", "--lr=1"], "Perhaps you meant: --parallel.micro-batch, --optimizer.learning-rate"),
     ],
 )

@@ -10,6 +10,7 @@ import shoal
 from shoal.cli.main import main
 from shoal.spec.hugging_face import model_fields
 from shoal.training.check import check_weights
+from shoal.training.run_folder import new_run
 from tests.training.test_hugging_face import WIDE, build, config_of
 
 
@@ -68,6 +69,11 @@ def test_the_model_of_the_folder_is_that_of_the_run(tmp_path):
     changed = config.model_copy(update={"model": config.model.model_copy(update={"rope_theta": 77.0})})
     with pytest.raises(shoal.UsageError, match=r"model\.rope_theta = 77\.0, but the model of model.weights"):
         check_weights(changed)
+    with pytest.raises(shoal.UsageError, match=r"is not the folder of a run \(run.toml is missing\)\.(\n|$)"):
+        shoal.export_hf(model, tmp_path / "again")
+    run = new_run(shoal.RunConfig(), tmp_path / "run")
+    with pytest.raises(shoal.UsageError, match=r"is the folder of a run, not(.|\n)*shoal export hf .*run --out MODEL"):
+        check_weights(config.replace(model={"weights": run}))
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(values | {"vocab_size": "many"}))
     with pytest.raises(shoal.UsageError, match=r"model\.vocab = 'many'"):

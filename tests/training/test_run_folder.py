@@ -12,8 +12,8 @@ from shoal.report.run import write_report
 from shoal.spec.config import RUN_FILE, RunConfig, build_config, load_config, save_config
 from shoal.training import run_folder
 from shoal.training.records.metrics import read_metrics
-from shoal.training.resilience.events import read_events
-from shoal.training.run_folder import new_run, with_absolute_paths
+from shoal.training.resilience.events import read_events, write_event
+from shoal.training.run_folder import describe_changes, list_changes, new_run, resume_command, with_absolute_paths
 from tests.trainings.runs import shoal, small_config
 
 
@@ -68,7 +68,7 @@ def test_a_run_continues_from_any_folder_after_its_text_and_tokenizer_have_moved
     code, said = shoal(
         "train", "--resume", folder, "--data.paths", tmp_path / "moved", "--train.steps", "4", "--parallel.dp", "2"
     )
-    assert code == 0 and "resumed after step 2" in said, said
+    assert code == 0 and "resumed after step 2" in said and "train.steps = 4" in said, said
     resumed = next(event for event in read_events(folder) if event["event"] == "resumed")
     assert (resumed["step"], resumed["ranks"]) == (2, 2)
     assert {name: resumed["changed"][name] for name in ("train.steps", "parallel.dp")} == {
@@ -80,6 +80,25 @@ def test_a_run_continues_from_any_folder_after_its_text_and_tokenizer_have_moved
         file.write('{"text": "another"}\n')
     code, said = shoal("train", "--resume", folder, "--data.paths", tmp_path / "moved", "--train.steps", "5")
     assert code == 2 and "the text or its tokenizer has changed" in said
+
+
+def test_a_resume_says_what_changes_and_what_the_last_one_had_changed(tmp_path):
+    """Neither is remembered: a later resume without the options has the run's own values again."""
+    folder = new_run(RunConfig(), tmp_path / "run")
+    own = f"{folder / RUN_FILE}"
+    assert resume_command(folder, RunConfig()) == f"shoal train --resume {folder}"
+    longer = RunConfig().replace(
+        train={"steps": 500, "threads": 1}, optimizer={"learning_rate": 0.01}, parallel={"dp": 2})
+    assert resume_command(folder, longer) == (
+        f"shoal train --resume {folder} --train.steps 500 --optimizer.learning-rate 0.01")
+    changed = list_changes(folder, longer)
+    assert [*describe_changes(folder, changed)] == [
+        f"changed from {own}: parallel.dp = 2, train.steps = 500, train.threads = 1, optimizer.learning_rate = 0.01"]
+    write_event(folder, "resumed", changed=changed)
+    write_event(folder, "resumed")  # a restart, which names none
+    assert [*describe_changes(folder, {"parallel.dp": 4, "train.threads": 2})] == [
+        f"changed from {own}: parallel.dp = 4, train.threads = 2",
+        f"not given again, so {own} counts; the last start had: train.steps = 500, optimizer.learning_rate = 0.01"]
 
 
 def test_a_file_in_its_place_is_refused(tmp_path):

@@ -90,7 +90,9 @@ def find_files(config: SourceConfig) -> tuple[DataFile, ...]:
             named = [path] if path.is_file() else _sorted(each for each in _glob(path) if each.is_file())
             found = [DataFile(each, _format(each, forced) or _unknown(each)) for each in named]
         if not found:
-            raise _nothing(given, "no such file, folder or match")
+            pair = "" if "://" in given or not Path(f"{path}.idx").is_file() else (
+                f"\n  Name a file of the pair of Megatron: {given}.idx")
+            raise UsageError(f"{_nothing(given, 'no such file, folder or match')}{pair}")
         for file in found:
             path = file.path.resolve()
             files.setdefault(str(path), DataFile(path, file.format))

@@ -67,9 +67,11 @@ class FileTokenizer:
         try:
             content = read_bytes(path)
         except UsageError as error:
+            inside = path / "tokenizer.json"
+            mend = (f"Name the file in it: {inside}" if inside.is_file() else
+                    "Use 'bytes', or make the file with: shoal data train-tokenizer")
             raise UsageError(
-                f"data.tokenizer = '{path}' is neither 'bytes' nor a readable file: {error}"
-                f"\n  Use 'bytes', or make the file with: shoal data train-tokenizer"
+                f"data.tokenizer = '{path}' is neither 'bytes' nor a readable file: {error}\n  {mend}"
             ) from None
         self.path = path
         with self._reject_errors():

@@ -115,8 +115,9 @@ def open_source(folder: str | Path) -> ModelSource:
 def describe_run(folder: str | Path) -> tuple[RunConfig, ModelShape, Tokenizer]:
     """Return the config of a run, its model and its tokenizer; raise `UsageError` without a run in the folder."""
     if not (file := Path(folder, RUN_FILE)).is_file():
-        raise UsageError(f"{folder} is not the folder of a run ({RUN_FILE} is missing), nor of a model in Hugging "
-                         f"Face's format (config.json is missing).{suggest_run(folder)}")
+        model = "" if Path(folder, "config.json").is_file() else (
+            ", nor of a model in Hugging Face's format (config.json is missing)")
+        raise UsageError(f"{folder} is not the folder of a run ({RUN_FILE} is missing){model}.{suggest_run(folder)}")
     config = with_own_tokenizer(load_config(file), Path(folder))
     if config.model.module:
         raise UsageError("this needs a model of text, and the run's is its own (model.module)."

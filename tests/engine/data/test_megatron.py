@@ -166,3 +166,5 @@ def test_ids_that_do_not_fit_are_named(tmp_path):
     for path, message in (("none", "no such pair"), ("s3://bucket/a.idx", "mapped into memory")):
         with pytest.raises(UsageError, match=message):
             find_prefixes((path,))
+    with pytest.raises(UsageError, match=r"no such file(.|\n)*Name a file of the pair of Megatron: .*/a\.idx"):
+        open_dataset(DataConfig(paths=[str(tmp_path / "a")]), seed=0, split="train")

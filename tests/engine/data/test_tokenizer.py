@@ -106,6 +106,9 @@ def test_a_vocabulary_needs_room_for_bytes(tmp_path):
 def test_unusable_files_are_named(tmp_path):
     with pytest.raises(UsageError, match=r"missing\.json"):
         load_tokenizer(str(tmp_path / "missing.json"))
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(UsageError, match=rf"it is a folder.\n  Name the file in it: {tmp_path}/tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
     with pytest.raises(UsageError, match=r"broken\.json' is not a tokenizer"):
