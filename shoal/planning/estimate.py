@@ -33,7 +33,7 @@ def cluster_kind(run: EstimatedRun) -> str:
 def accuracy_key(run: EstimatedRun) -> tuple[str, str, bool]:
     """Return what distinguishes the accuracy of estimates: software, size, and whether the run has rarer parts."""
     special = run.shape.experts is not None or run.quantised or run.layout.cp > 1
-    return run.software.name, size_name(run.cluster.nodes, run.cluster.size), special
+    return run.software.family, size_name(run.cluster.nodes, run.cluster.size), special
 
 
 def run_accuracy(kind: Kind, run: EstimatedRun) -> Accuracy:

@@ -129,7 +129,7 @@ def recomputed(row: Row) -> str | None:
         return "operators"
     if text.startswith("minimal"):  # MaxText's: products are kept, attention's core is not
         return "selective"
-    if text.startswith("qkv_proj"):  # MaxText's: of a layer, queries, keys and values are kept
+    if text.startswith("qkv_proj"):  # MaxText's: queries, keys and values are kept, or offloaded
         return "full"
     return next((mode for mode in ("selective", "full") if text.startswith(mode)), None)
 
@@ -224,6 +224,18 @@ def catalog_model(row: Row) -> ModelShape | None:
     if model is None or (layers and not model.latent) or (hidden and hidden != model.hidden):
         return None
     return model
+
+
+def framework(row: Row) -> str:
+    """Return the name of the software.
+
+    Megatron-Bridge's recipes of experts in MXFP8 changed in release 26.06, and have a name of their own since: see
+    megatron-2026 in the catalog.
+    """
+    name = row.get("framework") or ""
+    release = re.search(r"Megatron-Bridge\) (\d+\.\d+)", name)
+    fused = release and release[1] >= "26.06" and "MXFP8" in (row.get("precision") or "") and row.get("arch") == "moe"
+    return "Megatron-Bridge with fused experts" if fused else name
 
 
 def sends_rows_once(row: Row, default: bool) -> bool:

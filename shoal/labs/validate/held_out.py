@@ -31,8 +31,8 @@ FEW = 10  # measurements that errors of their own need
 GROUPS = 3  # models, clusters or software that they need
 SPLITS: dict[LeftOut, Callable[[Point], Hashable]] = {
     "model": lambda p: (p.run.shape.layers, p.run.shape.hidden, p.run.shape.heads),
-    "cluster": lambda p: (p.file, p.run.software.name, cluster_kind(p.run)),
-    "software": lambda p: p.run.software.name,
+    "cluster": lambda p: (p.file, p.run.software.family, cluster_kind(p.run)),
+    "software": lambda p: p.run.software.family,
 }
 """What is left out together: a model by its shape, whatever its name or file; a cluster; a software."""
 
@@ -207,7 +207,7 @@ def accuracy_text(held_out: Sequence[HeldOut]) -> str:
     for row, kind in enumerate(SCALES):
         known = ~np.isnan(held_out[0].errors[row])
         measured = [held_out[0].points[i].run for i in np.flatnonzero(known).tolist()]
-        pairs = {(run.software.name, cluster_kind(run)) for run in measured}
+        pairs = {(run.software.family, cluster_kind(run)) for run in measured}
         clusters = {name: sorted(c for s, c in pairs if s == name) for name in sorted({s for s, _ in pairs})}
         lines += [f"[clusters.{kind}]", *(f"{name} = {json.dumps(found)}" for name, found in clusters.items()), ""]
     return "\n".join(lines)

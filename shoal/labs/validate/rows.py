@@ -79,7 +79,7 @@ def read_row(row: Row, file: str) -> Point:
     if "lora" in (row.get("model") or "").lower():
         raise Inexpressible("LoRA: trains adapters, without the gradients of the model's weights")
     known = _Known(row)
-    software = software_named(row.get("framework") or "", number(row, "year") or 2025)
+    software = software_named(columns.framework(row), number(row, "year") or 2025)
     layout, batch = _layout(row, known, software)
     machines, gpus = _cluster(row), int(stated(row, "n_gpus"))
     half = machines.accelerator.half
@@ -225,6 +225,7 @@ def _software(row: Row, software: Software) -> Software:
         "gradient_bytes": columns.gradient_bytes(row, software.gradient_bytes),
         "reduce_bytes": columns.gradient_bytes(row, software.reduce_bytes),
         "gathers_kept": columns.gathers_kept(row, software.gathers_kept),
+        "offloads_heads": (row.get("recompute") or "").startswith("qkv_proj_offloaded"),
         "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
     })  # fmt: skip
 

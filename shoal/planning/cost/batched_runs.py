@@ -125,7 +125,12 @@ class Runs:
     pads_values: np.ndarray = _optional(0)
     rows_once: np.ndarray = _optional(0)
     row_bytes: np.ndarray = _optional(2)
+    overlap_rows: np.ndarray = _optional(0)
     overlap_experts: np.ndarray = _optional(0)
+    expert_kernels: np.ndarray = _optional(0)
+    graphs: np.ndarray = _optional(0)
+    drops_unused: np.ndarray = _optional(0)
+    offloads_heads: np.ndarray = _optional(0)
     blocking: np.ndarray = _optional(0)
 
     @staticmethod
@@ -235,7 +240,7 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
         "head_dim": shape.query_dim, "value_dim": shape.value_dim, **_latent(shape),
         "vocab": shape.vocab, "further": shape.mtp_depth, "gated": shape.family == "llama", "tied": shape.tied,
         **_experts(run), "seen": run.computed_scores, "s": run.sequence_length,
-        "software": list(software_table()).index(software.name), "attention": ATTENTION.index(kernel),
+        "software": list(software_table()).index(software.family), "attention": ATTENTION.index(kernel),
         "generation": GENERATIONS.index(machine.generation), "network": NETWORKS.index(network),
         "peak": machine.dense_flops(KINDS[run.policy.compute.name]), "attainable": machine.matmul_efficiency,
         "quantised": run.quantised, "quantised_peak": machine.dense_flops(run.products) if run.quantised else 0.0,

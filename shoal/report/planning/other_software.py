@@ -10,7 +10,7 @@ import tomli_w
 from shoal.pipeline.from_layout import virtual_stages
 from shoal.planning.run import EstimatedRun
 
-MEGATRON = ("megatron-2019", "megatron-2021", "megatron-core", "zero-bubble")
+MEGATRON = ("megatron-2019", "megatron-2021", "megatron-core", "megatron-2026", "zero-bubble")
 
 MEGATRON_FORMATS = {
     "bf16": "--bf16", "fp16": "--fp16", "fp8": "--bf16 --fp8-format hybrid",
@@ -40,7 +40,7 @@ def software_lines(run: EstimatedRun) -> Iterator[str]:
 
 def megatron_arguments(run: EstimatedRun) -> Iterator[str]:
     """Yield the arguments of Megatron-LM's ``pretrain_gpt.py`` that a layout determines, or of Zero Bubble's fork."""
-    layout, core = run.layout, run.software.name == "megatron-core"
+    layout, core = run.layout, run.software.family == "megatron-core"
     sizes = {
         "tensor-model-parallel-size": layout.tp, "pipeline-model-parallel-size": layout.pp,
         "micro-batch-size": layout.micro_batch, "global-batch-size": run.global_batch,
@@ -53,6 +53,11 @@ def megatron_arguments(run: EstimatedRun) -> Iterator[str]:
     yield from (f"--{name} {size}" for name, size in sizes.items())
     yield MEGATRON_FORMATS[run.precision]
     yield from _pipeline_arguments(run)
+    if run.software.graphs:
+        yield "--cuda-graph-impl local --cuda-graph-scope full_iteration"
+    if run.software.overlap_rows and layout.ep > 1:
+        yield "--overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+        yield "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
     if layout.sequence_parallel:
         yield "--sequence-parallel"
     if layout.recompute == "full":

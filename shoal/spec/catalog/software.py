@@ -19,6 +19,7 @@ class Software(Section):
     """A training framework at one point in time."""
 
     name: str  # Name in the catalog
+    calibrated_as: str = ""  # Entry whose constants and errors of the cost model it has, if not its own
     match: tuple[str, ...]  # Substrings by which publications name it; the longest match wins
     since: int = 0  # First year of this entry. Among equal matches, the latest entry that had started wins.
     attention: AttentionKernel  # Attention kernel, if a publication does not name one
@@ -66,14 +67,22 @@ class Software(Section):
     kept_bytes: PositiveFloat = 2
     # Whether the backward makes the outputs of norms, and heads from their latents, again
     recomputes_heads: bool = False
+    # Whether a recomputed layer leaves out what no gradient needs: its last product, and the sum of its result
+    drops_unused: bool = False
+    offloads_heads: bool = False  # Whether it finds queries, keys and values in the host's memory
     # Whether latent attention's values get zeros up to the width of queries, for kernels that take equal widths
     pads_values: bool = False
     # Whether a token's row is sent once to each node that has experts of it, and copied there (DeepEP, HybridEP)
     rows_once: bool = False
     row_bytes: PositiveFloat = 2  # Bytes per element of rows on their way to experts and back, the mean of both
-    # Fraction of the rows' travel time that the computation of another micro-batch hides (DualPipe: of software with
-    # `paired`, of shoal where the layout overlaps them); in the rest, the processors that copy rows compute nothing
+    # Whether rows travel to experts and back while another micro-batch is computed (DualPipe; Megatron-Core's
+    # `overlap_moe_expert_parallel_comm`; shoal, where the layout pairs micro-batches)
+    overlap_rows: bool = False
+    # Fraction of their travel time that it hides; in the rest, the processors that copy rows compute nothing
     overlap_experts: float = Field(default=0.0, ge=0, le=1)
+    # Kernels that the host launches for each expert of a rank in a forward in 16 bits; none if all experts share one
+    expert_kernels: NonNegativeInt = 0
+    graphs: bool = False  # Whether one CUDA graph launches all kernels of a step
     recompute: Literal["none", "selective", "full"] = "none"  # Recomputation, if a publication does not name it
     zero_stages: tuple[ZeroStage, ...] = (0, 1)  # ZeRO stages that it has, for a search
     schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")  # Pipeline schedules that it has, for a search
@@ -81,6 +90,11 @@ class Software(Section):
     # published measurements count
     constants: dict[Generation, dict[str, NonNegativeFloat]] = Field(default={})
     source: str  # Source of the facts
+
+    @property
+    def family(self) -> str:
+        """The entry that has its constants and errors of the cost model."""
+        return self.calibrated_as or self.name
 
     @property
     def least_sharding(self) -> ZeroStage:

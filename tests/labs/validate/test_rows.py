@@ -139,6 +139,15 @@ def test_what_a_source_says_of_its_runs(location: str, gpus: int, reduced: int, 
     assert (software.gradient_bytes, software.reduce_bytes, software.blocking) == (reduced, reduced, blocking)
     bridge = read_row(row(framework="Megatron-Core (Megatron-Bridge) 26.06", step_time_s=1), "file").run.software
     assert (bridge.gradient_bytes, bridge.reduce_bytes) == (2, 2), "by its recipes"
+    for release, kind, arch, fused in (
+        ("26.06.01", "MXFP8", "moe", True), ("26.04.01", "MXFP8", "moe", False), ("26.08", "BF16", "moe", False),
+        ("26.08", "MXFP8", "dense", False),
+    ):  # fmt: skip
+        framework = f"Megatron-Core (Megatron-Bridge) {release} NeMo Container"
+        named = row(framework=framework, precision=kind, arch=arch, year=2026, step_time_s=1)
+        made = read_row(named, "file").run.software
+        assert made.name == ("megatron-2026" if fused else "megatron-core") and made.family == "megatron-core"
+        assert (made.graphs, made.overlap_rows, made.expert_kernels == 0) == (fused, fused, fused)
     for framework, splits in (("Megatron-DeepSpeed", True), ("Megatron-LM 2021", False)):
         made = read_row(row(framework=framework, year=2021, step_time_s=1), "file").run.software
         assert made.splits(70, 12) == splits, "DeepSpeed counts both ends as layers"

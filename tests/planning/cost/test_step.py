@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.kernels import Kernels
-from shoal.planning.cost.time.step import shard_parameters, split_layers, step, weights_on_rank
+from shoal.planning.cost.time.step import explain_step, shard_parameters, split_layers, step, weights_on_rank
 from shoal.spec.catalog.calibration import NETWORKS, calibration
 
 LLAMA = {  # 8 B on 8 accelerators with 1 PFLOP/s
@@ -89,7 +89,7 @@ def test_rows_leave_once_for_each_node_and_travel_beside_another_micro_batch() -
     }  # fmt: skip
     plain, once, alone, beside = (
         Kernels(Runs.from_rows([sparse | change]), calibration())
-        for change in ({}, *({"rows_once": 1, "overlap_experts": part, "paired": pair}
+        for change in ({}, *({"rows_once": 1, "overlap_experts": part, "overlap_rows": pair}
                              for part, pair in ((0, 0), (1, 0), (1, 1))))
     )
     latency = plain.group(np.array([64]), 1).exchange_latency
@@ -97,6 +97,49 @@ def test_rows_leave_once_for_each_node_and_travel_beside_another_micro_batch() -
     assert alone.backward == once.backward, "no other micro-batch is computed meanwhile"
     computing = once.forward + once.backward - 4 * once.routing
     assert beside.forward + beside.backward == pytest.approx(np.maximum(computing, 4 * once.routing), rel=1e-6)
+
+
+def test_rows_reach_a_rank_of_their_node_once() -> None:
+    """Of 8 experts of a token on 8 ranks, 8 (1 - (7/8)^8) = 5.25 ranks have some."""
+    sparse = LLAMA | {"experts": 128, "per_token": 8, "routed": 1, "dense": 0, "ffn": 768, "ep": 8}
+    each, once = (Kernels(Runs.from_rows([sparse | {"rows_once": once}]), calibration()) for once in (0, 1))
+    latency = each.group(np.array([8]), 1).exchange_latency
+    assert once.routing - latency == pytest.approx((each.routing - latency) * (1 - (7 / 8) ** 8))
+
+
+def test_kernels_of_many_small_experts_are_launched_longer_than_they_compute() -> None:
+    """In 8 bits each expert has three times the kernels; a CUDA graph of the step launches none."""
+    sparse = LLAMA | {"experts": 128, "per_token": 8, "routed": 1, "dense": 0, "ffn": 768, "ep": 8, "expert_kernels": 2,
+                      "quantised_peak": 2e15}
+    few, many, eight, grouped = (
+        Kernels(Runs.from_rows([sparse | change]), calibration())
+        for change in ({"ep": 64}, {}, {"quantised": 1}, {"quantised": 1, "expert_kernels": 0})
+    )
+    assert few.experts_waits == (0, 0), "2 experts of a rank compute longer than the host launches"
+    launch, backward = calibration().at("launch"), calibration().numbers["launch_backward"]
+    launched = 16 * 6 / 45 * launch
+    expected = launched - eight.experts_products, backward * launched - 2 * eight.experts_products
+    assert [float(waits[0]) for waits in eight.experts_waits] == pytest.approx([float(each[0]) for each in expected])
+    assert many.experts_waits[1] < eight.experts_waits[1]
+    assert grouped.experts_waits == (0, 0)
+    graphs = Kernels(Runs.from_rows([LLAMA | {"graphs": 1}]), calibration())
+    assert graphs.launches_of_both == 0 < many.launches_of_both
+    waiting = step(eight.runs, calibration()), step(grouped.runs, calibration())
+    causes = explain_step(eight, waiting[0]), explain_step(grouped, waiting[1])
+    more = causes[0].pop("launches") - causes[1].pop("launches")
+    assert more == pytest.approx(waiting[0].seconds - waiting[1].seconds), "what is waited for is the host's"
+    assert all(causes[0][name] == pytest.approx(causes[1][name]) for name in causes[0])
+
+
+def test_what_no_gradient_needs_is_not_computed_again() -> None:
+    """XLA leaves out the last product of a layer and the sum of its result; torch computes the layer again."""
+    all_of_it, needed, offloaded = (
+        Kernels(Runs.from_rows([LLAMA | {"recompute": 2, "tp": 8} | change]), calibration())
+        for change in ({}, {"drops_unused": 1}, {"offloads_heads": 1})
+    )
+    assert all_of_it.again == all_of_it.forward
+    assert all_of_it.again - needed.again == pytest.approx(needed.last_product + needed.exchange)
+    assert all_of_it.again - offloaded.again == pytest.approx(needed.heads_product)
 
 
 def test_recomputation_trades_time_for_memory() -> None:

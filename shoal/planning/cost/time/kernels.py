@@ -15,6 +15,8 @@ from shoal.planning.cost.batched_runs import E, Runs
 from shoal.planning.cost.time.communication import CommunicationGroup
 from shoal.spec.catalog.calibration import NETWORKS, Calibration
 
+LAYER_KERNELS = 45  # of a dense layer's forward: those that the constant `launch` launches
+QUANTISED_KERNELS = 3  # for each product in 16 bits: its input is converted with two more
 FLASH = 2  # from this index of `ATTENTION` on, scores never reach memory
 
 
@@ -97,15 +99,23 @@ class Kernels:
     @cached_property
     def products(self) -> np.ndarray:
         """Seconds of a layer's matrix products in a forward; a backward has two for each."""
-        r, (q, kv), n, hidden = self.runs, self.widths, self.runs.tokens, self.runs.hidden / self.runs.tp_x
-        up = (1 + r.gated) * r.ffn / r.tp_y
-        attention = np.where(r.rotary_dim > 0, self.from_latents, self.product(
-            n, hidden, (q + 2 * kv) * r.tp_x, self.layer_rate
-        )) + self.product(n, r.heads * r.values / r.tp_y, hidden, self.layer_rate)
-        block = self.product(n, hidden, up, self.layer_rate) + self.product(
-            n, r.ffn / r.tp_y, hidden, self.layer_rate
-        )
+        r, n, hidden = self.runs, self.runs.tokens, self.runs.hidden / self.runs.tp_x
+        attention = self.heads_product + self.product(n, r.heads * r.values / r.tp_y, hidden, self.layer_rate)
+        block = self.product(n, hidden, (1 + r.gated) * r.ffn / r.tp_y, self.layer_rate) + self.last_product
         return attention + r.alone * block + self.experts_products
+
+    @cached_property
+    def heads_product(self) -> np.ndarray:
+        """Seconds of the products that make queries, keys and values, in a forward."""
+        r, (q, kv) = self.runs, self.widths
+        made = self.product(r.tokens, r.hidden / r.tp_x, (q + 2 * kv) * r.tp_x, self.layer_rate)
+        return np.where(r.rotary_dim > 0, self.from_latents, made)
+
+    @cached_property
+    def last_product(self) -> np.ndarray:
+        """Seconds of the last product of a dense layer in a forward."""
+        r = self.runs
+        return self.product(r.tokens, r.ffn / r.tp_y, r.hidden / r.tp_x, self.layer_rate)
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -207,15 +217,18 @@ class Kernels:
         Ranks that split experts gather the rows of all of them, and sum their results. Where a row is sent once to each
         node and copied there (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.2), it leaves for as many other nodes as hold
         experts of its token: of N nodes and k experts N (1 - (1 - 1/N)^k), limited by the groups that it chooses from.
+        Inside a node it is sent once to each rank.
         """
         r, local = self.runs, np.clip(self.runs.per_node // self.runs.etp, 1, self.runs.ep)
         nodes, size = np.ceil(r.ep / local), r.row_bytes * self.rows * r.hidden
-        reached = np.minimum(nodes * (1 - (1 - 1 / nodes) ** r.per_token),
-                             r.groups_per_token * np.maximum(1, nodes / r.groups))
-        once = np.where(r.rows_once > 0, np.minimum(reached / np.maximum(r.per_token, 1), 1), 1.0)
-        inside = r.inside * self.constant("inside")
-        crossing = size * np.maximum((r.ep - 1) / inside, (r.ep - local) * once / self.outside) / r.ep
-        crossing = np.where(nodes > 1, crossing, size * (r.ep - 1) / r.ep / inside)
+        copies, of_nodes, of_ranks = np.maximum(r.per_token, 1), *(
+            group * (1 - (1 - 1 / group) ** r.per_token) for group in (nodes, r.ep)
+        )
+        of_nodes = np.minimum(of_nodes, r.groups_per_token * np.maximum(1, nodes / r.groups))
+        far, near = (np.where(r.rows_once > 0, np.minimum(of / copies, 1), 1.0) for of in (of_nodes, of_ranks))
+        crossing = (r.ep - 1) * near / (r.inside * self.constant("inside"))
+        crossing = np.where(nodes > 1, np.maximum(crossing, (r.ep - local) * far / self.outside), crossing)
+        crossing = size * crossing / r.ep
         latency = self.group(r.ep, r.etp).exchange_latency
         gathering = self.group(r.etp, 1).all_gather(E * self.rows * r.etp * r.hidden)
         return r.routed * (latency + crossing + gathering)
@@ -242,7 +255,7 @@ class Kernels:
         more = c["launch_exchange"] * exchanges + c["launch_plain_softmax"] * self.plain_softmax
         # The hosts' cores also carry the messages of all tensor-parallel ranks to other nodes.
         carried = (r.network == NETWORKS.index("tcp")) & (r.ranks > r.per_node) & (r.tp > 1)
-        return self.constant("launch") * (1 + more + c["launch_crowded"] * r.tp * carried)
+        return (r.graphs == 0) * self.constant("launch") * (1 + more + c["launch_crowded"] * r.tp * carried)
 
     @cached_property
     def meeting(self) -> np.ndarray:
@@ -254,6 +267,18 @@ class Kernels:
         return np.where(by_host, np.where(gathers, 2 * group.gather_latency, group.sum_latency), slowest)
 
     @cached_property
+    def experts_waits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a layer's forward and backward in which the accelerator waits for the kernels of experts.
+
+        The host cannot launch them ahead: their rows are known when the router's result has reached it. So the longer
+        of launching and computing counts.
+        """
+        r, kernels = self.runs, self.runs.expert_kernels * np.where(self.runs.quantised > 0, QUANTISED_KERNELS, 1)
+        launched = r.routed * r.experts / r.ep * kernels * self.constant("launch") / LAYER_KERNELS
+        backward, computing = launched * self.constants["launch_backward"], self.experts_products
+        return np.maximum(launched - computing, 0.0), np.maximum(backward - 2 * computing, 0.0)
+
+    @cached_property
     def host(self) -> np.ndarray:
         """Seconds that a layer's forward takes the host: launches, and what exchanges add."""
         return self.launches + self.sums * self.meeting
@@ -261,7 +286,7 @@ class Kernels:
     @cached_property
     def forward(self) -> np.ndarray:
         """Seconds of a layer's forward on the accelerator."""
-        inside = self.products + self.attention[0] + self.elements + self.context[0]
+        inside = self.products + self.attention[0] + self.elements + self.context[0] + self.experts_waits[0]
         return inside + self.sums * self.exchange + 2 * self.routing
 
     @cached_property
@@ -274,7 +299,9 @@ class Kernels:
         r, operators = self.runs, self.products / 2 + self.elements + self.exchange
         norms = 2 * 2 * E * self.tokens_between * r.hidden / self.hbm  # each reads and writes a hidden state
         heads = r.recomputes_heads * (np.where(r.rotary_dim > 0, self.expansion, 0.0) + norms)
-        return np.choose(r.code("recompute"), [heads, self.attention[0] + heads, self.forward, operators])
+        unused = r.drops_unused * (1 - r.routed) * (self.last_product + self.exchange)
+        unused = unused + r.offloads_heads * self.heads_product
+        return np.choose(r.code("recompute"), [heads, self.attention[0] + heads, self.forward - unused, operators])
 
     @cached_property
     def backward(self) -> np.ndarray:
@@ -292,13 +319,14 @@ class Kernels:
         r, sums = self.runs, self.exchange * self.sums * self.exchanged_backward
         hidden = np.minimum(sums * self.constants["hide_tensor"], self.products)
         exposed = sums - np.where(r.overlap_tensor > 0, hidden, 0.0)
-        return 2 * self.products + self.attention[1] + 2 * self.elements + exposed + self.context[1] + self.again
+        computing = 2 * self.products + self.attention[1] + 2 * self.elements + self.experts_waits[1]
+        return computing + exposed + self.context[1] + self.again
 
     @cached_property
     def hidden_rows(self) -> np.ndarray:
         """Seconds in which rows of a layer travel, forward and backward, while another micro-batch is computed."""
         computing = self.forward - 2 * self.routing + self.computing_backward
-        return np.minimum((self.runs.paired > 0) * self.runs.overlap_experts * 4 * self.routing, computing)
+        return np.minimum(self.runs.overlap_rows * self.runs.overlap_experts * 4 * self.routing, computing)
 
     @cached_property
     def launches_of_both(self) -> np.ndarray:

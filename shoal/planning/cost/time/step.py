@@ -140,13 +140,14 @@ def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
     layers, head = layers + head * r.further, head * (1 + r.further)  # a module has a layer and the head
     (hop, shown), product = _messages(k), 3 * k.output
     messages, travel = 2 * hop * (m * shown * r.virtual), 4 * k.routing - k.hidden_rows
+    waits = sum(k.experts_waits)  # the host's
     found = {
         "matrix products": layers * 3 * k.products + head * product + projections,
         "attention": layers * sum(k.attention),
         "element by element": layers * 3 * k.elements + head * (k.head - product - k.exchange),
         "recomputation": layers * k.again,
         "tensor parallelism": layers * (device - 3 * k.products - sum(k.attention) - 3 * k.elements
-                                        - travel - sum(k.context) - k.again) + head * k.exchange,
+                                        - travel - waits - sum(k.context) - k.again) + head * k.exchange,
         "context parallelism": layers * sum(k.context),
         "expert parallelism": layers * travel,
         "messages between stages": messages,
