@@ -120,7 +120,7 @@ def open_chat(
 
 def evaluate(
     folder: str | Path,
-    data: Sequence[str | Path] = (),
+    data: str | Path | Sequence[str | Path] = (),
     *,
     layout: Layout | None = None,
     sequences: int | None = None,
@@ -132,7 +132,7 @@ def evaluate(
 
     Args:
         folder: a run folder, or the folder of a model in Hugging Face's format.
-        data: files, folders or globs of text (default: the documents that the run held out for validation).
+        data: a file, folder or glob of text, or several (default: the documents that the run held out for validation).
         layout: split of the work (default: one process). Every layout computes the same loss.
         sequences: evaluate only this many sequences from the start of the text.
         sequence_length: tokens per sequence (default: the run's).
@@ -145,12 +145,13 @@ def evaluate(
     >>> import shoal
     >>> from pathlib import Path
     >>> size = Path("held-out.txt").write_text("one fish, two fish, red fish, blue fish")
-    >>> found = shoal.evaluate("runs/example", ["held-out.txt"])
+    >>> found = shoal.evaluate("runs/example", "held-out.txt")
     >>> found.tokens, found.bytes, 5 < found.loss < 6
     (39, 39, True)
     """
     source = open_source(folder)
-    text = choose_text(source, tuple(map(str, data)), sequence_length)
+    paths = [data] if isinstance(data, str | Path) else data
+    text = choose_text(source, tuple(map(str, paths)), sequence_length)
     train = {"device": device} | ({"precision": precision} if precision else {})
     config = source.on(layout or Layout(micro_batch=MICRO_BATCH), data=text.model_dump(), train=train)
     open_complete(config.data, progress=True)  # before processes start
@@ -159,7 +160,7 @@ def evaluate(
 
 def evaluate_tasks(
     folder: str | Path,
-    tasks: Sequence[str],
+    tasks: str | Sequence[str],
     *,
     tp: int = 1,
     pp: int = 1,
@@ -172,7 +173,8 @@ def evaluate_tasks(
 
     Args:
         folder: a run folder, or the folder of a model in Hugging Face's format.
-        tasks: names of the library's tasks, or files (.yaml) of own ones. A file can name code, which is run.
+        tasks: one or several names of the library's tasks, or files (.yaml) of own ones. A file can name code, which
+            is run.
         tp, pp: tensor-parallel and pipeline ranks, which answer each question together.
         limit: questions of each task (default: all).
         shots: solved examples before each question (default: the task's).
@@ -186,10 +188,11 @@ def evaluate_tasks(
         UsageError: there is no model, no such task, or the library is missing.
 
     >>> import shoal
-    >>> shoal.evaluate_tasks("runs/example", ["no-such-file.yaml"])
+    >>> shoal.evaluate_tasks("runs/example", "no-such-file.yaml")
     Traceback (most recent call last):
     shoal.base.errors.UsageError: --tasks ...
     """
+    tasks = [tasks] if isinstance(tasks, str) else tasks
     source = open_source(folder)
     check_generates(source, folder)
     check_tasks(tasks)

@@ -134,12 +134,12 @@ def build_page(watched: WatchedRuns) -> LocalPage:
 
 
 def watch(
-    folders: Sequence[str | Path], *, out: str | Path | None = None, port: int = 0, browser: bool = True
+    folders: str | Path | Sequence[str | Path], *, out: str | Path | None = None, port: int = 0, browser: bool = True
 ) -> Path | None:
     """Serve a page that follows runs, on 127.0.0.1, until Ctrl-C; or write it as a file.
 
     Args:
-        folders: run folders, which may still be active. Nothing else is read.
+        folders: one or several run folders, which may still be active. Nothing else is read.
         out: file to write (.html), with all figures as of now; its path is returned.
         port: port of the server; 0 for a free one.
         browser: open the page in the user's browser.
@@ -148,10 +148,10 @@ def watch(
         UsageError: no such run, the port is taken, or the file cannot be written.
 
     >>> import shoal
-    >>> shoal.watch(["runs/example"], out="runs/compared.html").name
+    >>> shoal.watch("runs/example", out="runs/compared.html").name
     'compared.html'
     """
-    watched = WatchedRuns([Path(folder) for folder in folders])
+    watched = WatchedRuns([Path(folder) for folder in ([folders] if isinstance(folders, str | Path) else folders)])
     if out is not None:
         check_writable(Path(out), "--out", ".html")
         write_atomically(Path(out), watched.html(live=False))

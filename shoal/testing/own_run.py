@@ -49,14 +49,16 @@ class RunResult:
         folder: its run folder.
         code: exit code, as of `shoal.train`.
         metrics: one record for each logged step.
+        own: what was trained.
     """
 
     folder: Path
     code: int
     metrics: list[StepMetrics] = field(repr=False)
+    own: OwnModel = field(repr=False)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the newest saved weights and buffers, as ``load_state_dict`` takes them.
+        """Return the newest saved weights and buffers, as ``load_state_dict`` takes them: tied ones by each name.
 
         Raises:
             UsageError: nothing was saved.
@@ -65,7 +67,13 @@ class RunResult:
         if found is None:
             raise UsageError(f"{self.folder} has no checkpoint.")
         loaded = load_checkpoint(str(found.path), prefix="model.")
-        return {name.removeprefix("model."): value for name, value in loaded.items()}
+        loaded = {name.removeprefix("model."): value for name, value in loaded.items()}
+        module, first = self.own.build_empty(), dict[Tensor, str]()
+        for named in (module.named_parameters, module.named_buffers):
+            for name, value in named(remove_duplicate=False):
+                if (saved := first.setdefault(value, name)) in loaded:  # once, by its first name
+                    loaded[name] = loaded[saved]
+        return loaded
 
 
 class Run:
@@ -162,11 +170,13 @@ class Run:
         if detect_rank_env() is not None and folder is None and resume is None:
             raise UsageError("Run.train: ranks that torchrun or SLURM started need the name of a run folder.\n"
                              "  Give folder=.")
+        if not isinstance(steps, int) or steps < 1:
+            raise UsageError(f"Run.train: steps = {steps!r}.\n  Give the step to train up to, 1 or more.")
         where = [] if folder is None and resume is None else [Path(folder or resume or "")]
         with self._written() as config:
             planned = with_plan(config.replace(train={"steps": steps}), Path(config.model.module).parent, self.cluster)
             code = train(planned, run_folder=folder, resume=resume, started=where.append)
-        return RunResult(where[0], code, read_metrics(where[0]))
+        return RunResult(where[0], code, read_metrics(where[0]), self.own)
 
     def verify(self, layout: Layout | None = None, *, steps: int = 3, show: bool = True) -> Verification:
         """Compare a layout (default: the run's) with plain PyTorch and with one device, in float64.

@@ -68,6 +68,9 @@ class OwnDataset:
         except TypeError:
             raise UsageError(f"model.module: its {split} data is {type(self._source).__name__}, which has no length."
                              "\n  Give samples with len(data) and data[i], or a function that returns them.") from None
+        if not hasattr(self._source, "__getitem__"):
+            raise UsageError(f"model.module: its {split} data is {type(self._source).__name__}, which has no data[i]."
+                             "\n  Give the samples themselves, such as the dataset of a DataLoader.")
         if self.samples < 1:
             raise UsageError(f"model.module: its {split} data is empty.")
         self._order = SampleOrder(self.samples, seed if split == "train" else 0)

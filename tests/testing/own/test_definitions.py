@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
@@ -57,6 +58,7 @@ def missing() -> nn.Module:
     (OwnModel(lambda: nn.LazyLinear(4), loss, ROWS), "weight of its model has no shape yet"),
     (OwnModel(lambda: nn.Linear(4, 4, dtype=torch.complex64), loss, ROWS), "weight of its model is complex"),
     (OwnModel(net, loss, lambda: iter(ROWS)), "its train data is .*iterator, which has no length"),
+    (OwnModel(net, loss, DataLoader(ROWS)), r"its train data is DataLoader, which has no data\[i\]"),
     (OwnModel(net, loss, ROWS[:0]), "its train data is empty"),
     (OwnModel(net, loss, ROWS, ROWS[:0]), "its validation data is empty"),
     (OwnModel(net, loss, [ROWS[0], ROWS]), "its train batch of samples .* fails: RuntimeError: stack exp"),

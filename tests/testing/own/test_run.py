@@ -77,6 +77,22 @@ def test_it_learns_and_returns_values(undisturbed):
     assert torch.isfinite(model(torch.randn(1, 3, 16, 16))).all()
 
 
+class Tied(UNet):
+    """Another name of one of its modules, as the head of a language model is of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.down
+
+
+def test_tied_weights_are_saved_once_and_returned_by_each_name(tmp_path):
+    with pytest.raises(UsageError, match=r"Run\.train: steps = 0"):
+        run_of(model=Tied).train(0)
+    weights = run_of(model=Tied).train(2, folder=tmp_path / "run").weights()
+    Tied().load_state_dict(weights)
+    assert torch.equal(weights["again.0.weight"], weights["down.0.weight"])
+
+
 def test_it_goes_on_after_the_loss_of_a_rank_with_the_same_bits(undisturbed, tmp_path):
     flag = tmp_path / "flag"
     flag.touch()
