@@ -1,11 +1,13 @@
 """Estimates and plans for other software than shoal."""
 
+import json
 from contextlib import suppress
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import pytest
+import yaml
 
 import shoal
 from shoal.base.errors import UsageError
@@ -196,6 +198,51 @@ def test_torchtitan_gets_the_stages_of_a_layout() -> None:
         assert ceil((layers + less) / parallel["pipeline_parallel_layers_per_stage"]) == 4 * 2
     assert "model" not in torchtitan_config(run)
     assert torchtitan_config(replace(run, precision="fp8"))["model"] == {"converters": ["quantize.linear.float8"]}
+
+
+def config_of(software: str, layout: Layout, cluster: str = "2x8xA100", batch: int = 64) -> str:
+    run = describe_run(layout, model="llama-3-8b", cluster=cluster, global_batch=batch, software=software)
+    heading, *lines = software_lines(run)
+    assert "words" not in heading, "a config of its own"
+    return "\n".join(lines)
+
+
+def test_other_software_gets_its_own_config() -> None:
+    layout = Layout(dp=2, tp=4, pp=2, micro_batch=2, zero=1, sequence_parallel=True)
+    nanotron = yaml.safe_load(config_of("nanotron", layout))
+    assert nanotron["parallelism"] | {"dp": 2, "tp": 4, "pp": 2, "tp_mode": "REDUCE_SCATTER"} == nanotron["parallelism"]
+    assert nanotron["tokens"]["batch_accumulation_per_replica"] == 64 / (2 * 2)
+    assert nanotron["optimizer"]["zero_stage"] == 1
+    foundry = yaml.safe_load(config_of("composer", Layout(dp=16, zero=3, zero_shard=8, recompute="full")))
+    assert foundry["fsdp_config"] == {"sharding_strategy": "HYBRID_SHARD", "activation_checkpointing": True}
+    assert (foundry["global_train_batch_size"], foundry["precision"]) == (64, "amp_bf16")
+    speed = json.loads(config_of("deepspeed", Layout(dp=16, micro_batch=2, zero=3, zero_shard=8)))
+    assert speed["zero_optimization"] == {"stage": 3, "overlap_comm": True, "mics_shard_size": 8}
+    micro = speed["train_micro_batch_size_per_gpu"] * speed["gradient_accumulation_steps"] * 16
+    assert micro == speed["train_batch_size"] == 64
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(dp=128, zero=3), Layout(dp=128, zero=3, zero_shard=64), Layout(dp=32, tp=4, zero=3, zero_shard=8),
+    Layout(dp=32, cp=2, tp=2, zero=3, micro_batch=4),
+])  # fmt: skip
+def test_maxtext_gets_all_chips_and_the_batch(layout: Layout) -> None:
+    said = dict(line.split("=") for line in config_of("maxtext", layout, "2xv5p-128", 256).splitlines())
+    degrees = {axis: prod(int(said[key]) for key in said if key.startswith(axis)) for axis in ("ici", "dcn")}
+    assert degrees == {"ici": 64, "dcn": 2}, "two slices of 64 chips"
+    batch = float(said["per_device_batch_size"]) * layout.world_size * int(said["gradient_accumulation_steps"])
+    assert batch == 256
+    assert int(said["dcn_data_parallelism"]) == min(2, layout.dp_replicate)
+
+
+@pytest.mark.parametrize("software", ["composer", "deepspeed", "hai-llm", "maxtext", "megatron-2021"])
+def test_plans_split_along_axes_that_the_software_has(software: str) -> None:
+    """A plan for llm-foundry with tensor parallelism, or for DeepSpeed with ring attention, could not be run."""
+    of = find_software(software)
+    plan = LayoutPlanner("llama-3-8b", "2x8xA100", global_batch=64, sequence_length=8192, software=software).plan()
+    kept = [plan.found, *plan.best]
+    assert all(of.has(**{axis: getattr(one.layout, axis) for axis in ("tp", "cp", "ep", "pp")}) for one in kept)
+    assert len(kept) > 1
 
 
 def test_every_estimated_number_format_has_its_arguments() -> None:

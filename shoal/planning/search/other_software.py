@@ -26,8 +26,8 @@ def search_software(
 ) -> Plan:
     """Find the fastest layouts that fit, of those with a closed form; see `shoal.planning.search.search.search`.
 
-    Only what the software has is searched: its ZeRO stages, 1F1B and interleaved stages, zero bubbles where it has
-    them. Context parallelism is one kind.
+    Only what the software has is searched: its axes, its ZeRO stages, 1F1B and interleaved stages, zero bubbles where
+    it has them. Context parallelism is one kind.
     """
     begin, constants, plan = time.perf_counter(), cluster_calibration(run.cluster, run.software.name), Plan(run)
     space = replace(
@@ -62,6 +62,8 @@ def _layouts(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator
     """Yield the layouts of a mesh."""
     if degrees["ulysses"] > 1 or degrees["tp"] > run.cluster.per_node:
         return  # the closed forms do not distinguish the first; tensor parallelism stays inside a node
+    if not run.software.has(**{axis: degrees[axis] for axis in ("tp", "cp", "ep", "pp")}):
+        return
     shards = [s for s in shardings(degrees, space) if s["zero"] in run.software.zero_stages]
     shards = [s for s in shards if s.get("reshard_after_forward", True)]
     for work in works(run, degrees, space):

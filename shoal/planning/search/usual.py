@@ -28,14 +28,15 @@ def find_usual(run: EstimatedRun) -> PricedLayout | None:
         return None
     published: Any = shipped("usual_layouts")["layouts"]
     near = min(published, key=lambda row: abs(log(row["parameters"] / shape.parameters())))
-    tp = max(n for n in divisors(near["tp"]) if n <= run.cluster.per_node)
-    found = None
-    stages = [n for n in range(near["pp"], 0, -1) if run.software.splits(shape.layers, n) and size % (tp * n) == 0]
+    software, found = run.software, None
+    tp = max(n for n in divisors(near["tp"]) if n <= run.cluster.per_node and software.has(tp=n))
+    possible = (n for n in range(near["pp"], 0, -1) if software.has(pp=n) and software.splits(shape.layers, n))
+    stages = [n for n in possible if size % (tp * n) == 0]
     for pp, recompute in product(stages[:1], ("none", "selective", "full")):
         dp = size // (tp * pp)
         layout = Layout.model_validate({
             "dp": dp, "tp": tp, "sequence_parallel": tp > 1, "pp": pp, "recompute": recompute,
-            "zero": run.software.least_sharding if dp > 1 else 0,
+            "zero": software.least_sharding if dp > 1 else 0,
         })  # fmt: skip
         try:
             check_layout_on_cluster(replace(run, layout=layout))

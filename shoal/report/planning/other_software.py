@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ PENDING_BACKWARDS = {"zb-h1": 1, "zb-h2": 2}
 
 
 def software_lines(run: EstimatedRun) -> Iterator[str]:
-    """Yield a heading and the software's own config: Megatron's arguments or torchtitan's TOML; else the layout."""
+    """Yield a heading and the software's own config, of the part that a layout determines; else the layout."""
     name = run.software.name
     if name in MEGATRON:
         source = "sail-sg/zero-bubble" if name == "zero-bubble" else "NVIDIA/Megatron-LM"
@@ -33,6 +34,20 @@ def software_lines(run: EstimatedRun) -> Iterator[str]:
     elif name == "torchtitan":
         yield "The recommended, as TOML for torchtitan (pytorch/torchtitan, job_config.py):"
         yield from tomli_w.dumps(torchtitan_config(run)).splitlines()
+    elif name == "nanotron":
+        yield "The recommended, as YAML for nanotron (huggingface/nanotron, config.py):"
+        yield from _yaml(nanotron_config(run))
+    elif name == "composer":
+        yield "The recommended, as YAML for llm-foundry (mosaicml/llm-foundry, scripts/train):"
+        yield from _yaml(foundry_config(run))
+    elif name == "deepspeed":
+        yield "The recommended, as JSON for DeepSpeed; tensor parallelism is Megatron-DeepSpeed's:"
+        yield from json.dumps(deepspeed_config(run), indent=2).splitlines()
+        if run.layout.tp > 1:
+            yield f"--tensor-model-parallel-size {run.layout.tp}"
+    elif name == "maxtext":
+        yield "The recommended, as arguments of MaxText (AI-Hypercomputer/maxtext, base.yml):"
+        yield from (f"{key}={value}" for key, value in maxtext_arguments(run).items())
     else:
         yield f"The recommended, in shoal's words; {name} has other names:"
         yield run.layout.describe()
@@ -111,6 +126,73 @@ def torchtitan_config(run: EstimatedRun) -> dict[str, Any]:
         "activation_checkpoint": {"mode": layout.recompute}
         | ({"selective_ac_option": "op"} if layout.recompute == "selective" else {}),
     }  # fmt: skip
+
+
+def nanotron_config(run: EstimatedRun) -> dict[str, Any]:
+    """Return nanotron's config of a layout, as sections."""
+    layout = run.layout
+    return {
+        "parallelism": {
+            "dp": layout.dp, "pp": layout.pp, "tp": layout.tp, "expert_parallel_size": layout.ep, "pp_engine": "1f1b",
+            "tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
+            "recompute_layer": layout.recompute == "full",
+        },
+        "tokens": {
+            "sequence_length": run.sequence_length, "micro_batch_size": layout.micro_batch,
+            "batch_accumulation_per_replica": run.microbatches,
+        },
+        "optimizer": {"zero_stage": layout.zero, "accumulate_grad_in_fp32": True},
+    }  # fmt: skip
+
+
+def foundry_config(run: EstimatedRun) -> dict[str, Any]:
+    """Return llm-foundry's config of a layout, as sections."""
+    layout = run.layout
+    return {
+        "global_train_batch_size": run.global_batch, "device_train_microbatch_size": layout.micro_batch,
+        "max_seq_len": run.sequence_length, "precision": {"fp8": "amp_fp8"}.get(run.precision, f"amp_{run.precision}"),
+        "fsdp_config": {
+            "sharding_strategy": "HYBRID_SHARD" if layout.dp_replicate > 1 else "FULL_SHARD",
+            "activation_checkpointing": layout.recompute == "full",
+        },
+    }  # fmt: skip
+
+
+def deepspeed_config(run: EstimatedRun) -> dict[str, Any]:
+    """Return DeepSpeed's config of a layout."""
+    layout = run.layout
+    zero: dict[str, int | bool] = {"stage": layout.zero, "overlap_comm": True}
+    if layout.zero == 3 and layout.dp_replicate > 1:
+        zero["mics_shard_size"] = layout.shards
+    return {
+        "train_batch_size": run.global_batch, "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": run.microbatches, "zero_optimization": zero,
+        run.precision: {"enabled": True},
+    }  # fmt: skip
+
+
+def maxtext_arguments(run: EstimatedRun) -> dict[str, Any]:
+    """Return MaxText's arguments of a layout: replicas are spread over slices (`dcn`), all else inside them (`ici`)."""
+    layout, slices = run.layout, run.cluster.nodes if run.cluster.torus else 1
+    replicas = min(slices, layout.dp_replicate)
+    return {
+        "per_device_batch_size": layout.micro_batch / (layout.tp * layout.cp),
+        "gradient_accumulation_steps": run.microbatches, "max_target_length": run.sequence_length,
+        "dcn_data_parallelism": replicas, "dcn_fsdp_parallelism": slices // replicas,
+        "ici_data_parallelism": layout.dp_replicate // replicas,
+        "ici_fsdp_parallelism": layout.dp_shard * replicas // slices, "ici_tensor_parallelism": layout.tp,
+        "ici_context_parallelism": layout.cp, "ici_expert_parallelism": layout.ep,
+        "remat_policy": {"selective": "minimal"}.get(layout.recompute, layout.recompute),
+    }  # fmt: skip
+
+
+def _yaml(config: dict[str, Any], indent: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield f"{indent}{key}:"
+            yield from _yaml(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {value if isinstance(value, str) else json.dumps(value)}"
 
 
 def _layers_of_a_stage(run: EstimatedRun) -> tuple[int, bool]:

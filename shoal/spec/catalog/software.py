@@ -84,6 +84,8 @@ class Software(Section):
     expert_kernels: NonNegativeInt = 0
     graphs: bool = False  # Whether one CUDA graph launches all kernels of a step
     recompute: Literal["none", "selective", "full"] = "none"  # Recomputation, if a publication does not name it
+    # Of the axes that not all software has, those along which it splits a model, for a search
+    axes: tuple[Literal["tp", "cp", "ep", "pp"], ...] = ("tp", "cp", "ep", "pp")
     zero_stages: tuple[ZeroStage, ...] = (0, 1)  # ZeRO stages that it has, for a search
     schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")  # Pipeline schedules that it has, for a search
     # Constants of the cost model measured with this software, by generation of accelerators; elsewhere those fitted to
@@ -100,6 +102,14 @@ class Software(Section):
     def least_sharding(self) -> ZeroStage:
         """The lowest ZeRO stage that shards, of those that it has; 0 if it has none."""
         return next((stage for stage in self.zero_stages if stage), 0)
+
+    def has(self, **degrees: int) -> bool:
+        """Return whether it has the axes on which there is more than one rank.
+
+        >>> find_software("composer").has(tp=1, pp=1), find_software("composer").has(tp=8, pp=1)
+        (True, False)
+        """
+        return all(ranks == 1 or axis in self.axes for axis, ranks in degrees.items())
 
     def splits(self, layers: int, stages: int) -> bool:
         """Return whether it splits the layers of a model into this number of stages."""
