@@ -96,6 +96,8 @@ def entry(of: type[Model], kind: str, name: str, values: Mapping[str, Any]) -> M
     if "name" in values:
         raise wrong(kind, name, "name: the table's own name is it")
     named = {"name": name} if "name" in of.model_fields else {}
+    if name in own(kind) and "source" in of.model_fields:
+        named["source"] = _file  # of one's own numbers no other source is asked
     return validate(of, named | {**values}, source=_source(kind, name), prefix=f"{kind}.{name}")
 
 

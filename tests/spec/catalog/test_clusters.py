@@ -93,15 +93,14 @@ def own(tmp_path):
 def test_users_add_their_own(own):
     own.write_text(
         '[accelerators.abacus]\npeak_flops = {bf16 = 1e12}\nmemory_bytes = 1e9\nmemory_bandwidth = 1e9\n'
-        'source = "mine"\n'
-        '[links.string]\nbandwidth = 1e9\nlatency = 1e-3\nsource = "mine"\n'
+        '[links.string]\nbandwidth = 1e9\nlatency = 1e-3\n'
         '[nodes.shelf]\naccelerator = "abacus"\nper_node = 4\ninside = "string"\nnic = "string"\nnics = 1\n'
-        'source = "mine"\n'
         '[models.mine]\nfamily = "llama"\nlayers = 2\nhidden = 64\nheads = 4\nffn = 128\nvocab = 99\n'
         'max_sequence = 128\ntied = true\nsource = "mine"\n'
     )
     tables.add_catalog(own)
     assert cluster("3x4xshelf").accelerator.peak_flops == {"bf16": 1e12}
+    assert cluster("3x4xshelf").accelerator.source == str(own), "a source of one's own numbers need not be given"
     assert model_shape("mine").vocab == 99
     assert "h100-sxm" in accelerators()
     tables.forget()
