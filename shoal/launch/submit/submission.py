@@ -7,6 +7,7 @@ cluster's; each finds the run by its folder (`shoal.launch.torch_elastic`).
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -20,6 +21,7 @@ from tempfile import TemporaryDirectory
 import tomli_w
 
 from shoal.base.errors import UsageError
+from shoal.base.files import expanded
 from shoal.launch.checks.folders import checkpoint_bytes
 from shoal.launch.submit.ray_job import MAX_RESTARTS
 from shoal.launch.torch_elastic import OWN_STORE
@@ -88,12 +90,27 @@ def submit(config: RunConfig, job: ClusterJob, *, dry_run: bool = False) -> Subm
     ['#SBATCH --nodes=2', '#SBATCH --time=04:00:00']
     """
     job.check()
-    shape = check(config)
+    shape = check(_without_tokenizer(config))
     nodes, ranks = job.place_ranks(config.parallel)
     built = BUILDERS[job.on](_PlacedRun(config, job, shape, nodes, ranks))
     if not dry_run:
         built.send()
     return built
+
+
+def _without_tokenizer(config: RunConfig) -> RunConfig:
+    """Return the config to check: if this machine does not have the tokenizer, ``model.vocab`` stands for it.
+
+    Raises:
+        UsageError: neither is given.
+    """
+    name = config.data.tokenizer
+    if config.model.module or name == "bytes" or os.path.lexists(expanded(name, "data.tokenizer")):
+        return config
+    if config.model.vocab is None:
+        raise UsageError(f"data.tokenizer = '{name}' is not on this machine, which checks the run."
+                         "\n  If the nodes have it, set model.vocab to its number of ids.")
+    return config.replace(data={"tokenizer": "bytes"})
 
 
 @dataclass(frozen=True)

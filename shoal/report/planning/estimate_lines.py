@@ -57,8 +57,11 @@ def estimate_facts(estimate: StepEstimate, training: FullTraining) -> list[tuple
     run, step = estimate.run, estimate.step_seconds
     low, high = map(show_seconds, estimate.interval)
     least, most = map(show_bytes, estimate.memory_interval)
+    emulated = run.policy.products in ("mxfp8", "nvfp4") and not run.quantised
     return [
         ("step", f"{show_seconds(step)}; 80 % interval {low} to {high}"),
+        *([("products", f"in 16 bits: {run.cluster.accelerator.name} does not multiply {run.policy.products}, and "
+            "emulating it takes longer than this")] if emulated else []),
         ("accuracy of such a time", estimate.accuracy().describe()),
         ("tokens per second", f"{run.tokens / step:,.0f} ({run.tokens / step / run.cluster.size:,.0f} a device)"),
         ("MFU, of the dense peak", f"{100 * estimate.mfu:.1f} % ({100 * estimate.hfu:.1f} % with what is recomputed)"),

@@ -83,7 +83,8 @@ def find(name: str, known: Mapping[str, T], what: str) -> T:
         UsageError: the name is not in the catalog.
     """
     if name not in known:
-        raise UsageError(f"{what} '{name}' is not in the catalog; {did_you_mean(name, known)}")
+        near = name.rpartition("/")[2].lower() if "/" in name else name  # owner/Name of the Hugging Face hub
+        raise UsageError(f"{what} '{name}' is not in the catalog; {did_you_mean(near, known)}")
     return known[name]
 
 

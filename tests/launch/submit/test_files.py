@@ -337,10 +337,18 @@ def test_their_commands_are_commands(words, tmp_path, capfd):
     ("--on slurm --run-folder runs/one --time soon", r"time = 'soon'"),
     ("--on slurm --run-folder runs/one --partition a;b", r"partition = 'a;b'"),
     ("--on slurm --run-folder runs/one --parallel.tp 3", r"tp"),
+    ("--on k8s --run-folder /runs/one --image a --data.tokenizer /there/t.json", r"not on this(.|\n)*set model\.vocab"),
 ])
 def test_what_cannot_be_submitted_is_refused(words, message, capfd):
     assert main(["launch", *words.split(), "--dry-run"]) == 2
     assert re.search(message, capfd.readouterr().err)
+
+
+def test_a_tokenizer_of_the_nodes_alone_is_not_read(capfd):
+    words = "launch --on k8s --run-folder /runs/one --image a --data.tokenizer /no/t.json --model.vocab 999 --dry-run"
+    assert main(words.split()) == 0
+    [config, *_] = yaml.safe_load_all(capfd.readouterr().out)
+    assert 'tokenizer = "/no/t.json"' in config["data"]["run.toml"]
 
 
 def test_the_program_that_submits_is_named_where_it_lacks(monkeypatch):

@@ -121,6 +121,8 @@ def _matrices(shape):
 def test_unknown_model_names_the_nearest():
     with pytest.raises(UsageError, match="'llama-3-8B' is not in the catalog; did you mean 'llama-3-8b'"):
         model_shape("llama-3-8B")
+    with pytest.raises(UsageError, match=r"did you mean 'llama-3\.1-8b'"):  # as the hub names it
+        model_shape("meta-llama/Llama-3.1-8B")
     with pytest.raises(UsageError, match=r"allowed: .*tiny"):
         model_shape("???")
 
