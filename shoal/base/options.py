@@ -122,16 +122,22 @@ def _tables(section: type[BaseModel]) -> list[str]:
 
 
 def _spell_flags(sections: Mapping[str, type[BaseModel]], args: list[str]) -> list[str]:
-    """Spell true and false of fields with other values too, such as "auto", as tyro does: True and False."""
-    spelled = list(args)
+    """Spell true and false as tyro does: of a flag --flag and --no-flag, of fields with other values True and False."""
+    spelled: list[str | None] = list(args)
     for i, word in enumerate(args):
         option, equals, value = word.partition("=")
         section, _, name = option.removeprefix("--").replace("-", "_").rpartition(".")
-        value = value if equals else next(iter(args[i + 1 :]), "")
-        kind = get_type_hints(sections[section]).get(name) if section in sections else None
-        if option.startswith("--") and value in ("true", "false") and bool in get_args(_bare(kind)):
-            spelled[i if equals else i + 1] = word[: -len(value)] * bool(equals) + value.capitalize()
-    return spelled
+        value = (value if equals else next(iter(args[i + 1 :]), "")).capitalize()
+        kind = _bare(get_type_hints(sections[section]).get(name)) if section in sections else None
+        if not option.startswith("--") or value not in ("True", "False"):
+            continue
+        if kind is bool:
+            flag = name if value == "True" else f"no_{name}"
+            spelled[i : i + 2 - bool(equals)] = [
+                f"--{section}{'.' * bool(section)}{flag.replace('_', '-')}", *[None] * (not equals)]
+        elif bool in get_args(kind):
+            spelled[i if equals else i + 1] = f"{option}={value}" if equals else value
+    return [word for word in spelled if word is not None]
 
 
 def _read_plain(sections: Mapping[str, type[BaseModel]], args: list[str]) -> dict[str, dict[str, Any]] | None:

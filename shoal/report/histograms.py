@@ -52,12 +52,12 @@ def picture(rows: Sequence[Histogram]) -> str:
     for i, name in enumerate(BARS, -len(BARS)):
         first, last = limits(FORMATS[name][0])
         low, high = (LOWEST + (bin - find_bin(2.0**LOWEST)) / PER_OCTAVE for bin in (first, last + 1))
-        axes.plot([low, high], [i, i], color=RANGES, linewidth=3)
+        axes.plot([low, high], [i, i], color=RANGES, linewidth=3, solid_capstyle="butt")
         axes.text(low, i, f"{name} ", ha="right", va="center")
         axes.vlines([low, high], i, len(rows), color=RANGES, linewidth=0.7, linestyles=":")
     for column, (name, (kind, scaled)) in enumerate(FORMATS.items()):
         x = HIGHEST + 12 * (column + 1)
-        axes.text(x, -0.5, name, ha="right")
+        axes.text(x, -0.5, name.replace(", ", "\n"), ha="right", linespacing=1)
         for i, row in enumerate(rows):
             axes.text(x, i + 0.5, share(row, kind, scaled=scaled), ha="right", va="center")
     axes.set(xlim=(LOWEST, HIGHEST + 1 + 12 * len(FORMATS)), ylim=(len(rows), -len(BARS) - 1))

@@ -101,7 +101,7 @@ def timelines(charts: Sequence[Chart]) -> Fragment:
     body = [_tools(charts)]
     for i, chart in enumerate(charts):
         row = chart.summary()
-        small = f"{row['step']} · bubble {row['bubble']} · {chart.timeline.ranks} ranks"
+        small = f"{row['step']} · bubble {row['bubble']} · {(n := chart.timeline.ranks)} rank{'s' * (n != 1)}"
         body.append(
             f'<section class="timeline"><h2>{escape(chart.name)} <small>{escape(small)}</small></h2>'
             f'<canvas class="canvas" id="timeline-{i}" tabindex="0" role="img" aria-label="Timeline of '

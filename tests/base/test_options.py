@@ -65,6 +65,16 @@ def test_true_and_false_are_spelled_as_in_toml(words: list[str], value: bool | s
     assert given["parallel"]["tp_overlap"] == value and given["parallel"]["tp"] == 2
 
 
+@pytest.mark.parametrize(("words", "value"), [
+    (["--data.document-mask"], True), (["--data.document-mask", "true"], True), (["--data.document_mask=True"], True),
+    (["--data.no-document-mask"], False), (["--data.document-mask", "false"], False),
+    (["--data.document-mask=false"], False),
+])
+def test_a_flag_takes_true_and_false_too(words: list[str], value: bool) -> None:
+    given = read("shoal train", "", {"data": DataConfig}, {}, [*words, "--data.field", "body"])
+    assert given["data"]["document_mask"] is value and given["data"]["field"] == "body"
+
+
 def test_a_long_description_does_not_widen_the_help(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
