@@ -36,7 +36,7 @@ from shoal.training.check import check
 from shoal.training.resilience.events import describe_recordings, write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase, record_path
 from shoal.training.resilience.host_memory_dir import release, run_dir
-from shoal.training.run_folder import describe_changes, list_changes, new_run
+from shoal.training.run_folder import describe_changes, describe_rate, list_changes, new_run
 from shoal.training.samples import open_samples, open_validation
 from shoal.training.stop import PREEMPTED, REQUESTED, StopRequests
 from shoal.training.trainer import Trainer
@@ -117,7 +117,7 @@ class Generation:
             self._report_previous(folder, lost)
         elif self.resume and not self.restarted and member.rank == 0:
             changed = list_changes(folder, config)
-            for line in describe_changes(folder, changed):
+            for line in (*describe_changes(folder, changed), *describe_rate(folder, config, trainer.step)):
                 trainer.display.note(line)
             write_event(
                 folder, "resumed", step=trainer.step, ranks=member.world_size, how=member.how,

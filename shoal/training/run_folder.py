@@ -24,6 +24,7 @@ from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, newest, verify
 from shoal.engine.checkpoint.manifest import read_manifest
 from shoal.engine.data.chat import TEMPLATE_FILES
+from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.own.definition import PICKLED
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config, suggest_run
@@ -126,6 +127,16 @@ def describe_changes(folder: Path, changed: Mapping[str, object]) -> Iterator[st
     before = next((each for each in resumes if isinstance(each, dict)), {})
     if forgotten := {name: value for name, value in before.items() if name not in changed}:
         yield f"not given again, so {folder / RUN_FILE} counts; the last start had: {_listed(forgotten)}"
+
+
+def describe_rate(folder: Path, config: RunConfig, step: int) -> Iterator[str]:
+    """Yield a line if the learning rate jumps after a step, as that of a cosine does if the run becomes longer."""
+    done = read_metrics(folder)
+    if config.model.module or not done or done[-1].step != step or step <= config.optimizer.warmup_steps:
+        return
+    was, now = done[-1].learning_rate, learning_rate(step, config.train.steps, config.optimizer)
+    if not was / 1.5 < now < was * 1.5:
+        yield f"the learning rate is {now:.1e} in step {step + 1}, after {was:.1e}"
 
 
 def _listed(values: Mapping[str, object]) -> str:

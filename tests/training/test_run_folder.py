@@ -1,11 +1,13 @@
 """No run ever writes into another's folder, however close together they start."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shoal.base.errors import UsageError
 from shoal.engine.data.prepare import train_tokenizer
+from shoal.engine.optim.schedule import learning_rate
 from shoal.launch.inference import sample
 from shoal.report.curves import describe_curves
 from shoal.report.run import write_report
@@ -13,7 +15,14 @@ from shoal.spec.config import RUN_FILE, RunConfig, build_config, load_config, sa
 from shoal.training import run_folder
 from shoal.training.records.metrics import read_metrics
 from shoal.training.resilience.events import read_events, write_event
-from shoal.training.run_folder import describe_changes, list_changes, new_run, resume_command, with_absolute_paths
+from shoal.training.run_folder import (
+    describe_changes,
+    describe_rate,
+    list_changes,
+    new_run,
+    resume_command,
+    with_absolute_paths,
+)
 from tests.trainings.runs import shoal, small_config
 
 
@@ -99,6 +108,19 @@ def test_a_resume_says_what_changes_and_what_the_last_one_had_changed(tmp_path):
     assert [*describe_changes(folder, {"parallel.dp": 4, "train.threads": 2})] == [
         f"changed from {own}: parallel.dp = 4, train.threads = 2",
         f"not given again, so {own} counts; the last start had: train.steps = 500, optimizer.learning_rate = 0.01"]
+
+
+def test_a_resume_names_a_jump_of_the_learning_rate(tmp_path):
+    config = RunConfig().replace(train={"steps": 200})
+    for step in (99, 100):
+        rate = learning_rate(step, config.train.steps, config.optimizer)
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({
+            "step": step + 1, "steps": 200, "loss": 1.0, "learning_rate": rate, "tokens_per_second": 1.0,
+            "tokens_per_second_per_rank": 1.0, "memory_bytes": 1, "seconds_left": 0.0}) + "\n")
+        assert [*describe_rate(tmp_path, config, step + 1)] == []
+    longer = config.replace(train={"steps": 1000})
+    assert [*describe_rate(tmp_path, longer, 101)] == ["the learning rate is 9.8e-04 in step 102, after 6.3e-04"]
+    assert [*describe_rate(tmp_path, longer, 100)] == []  # between two records
 
 
 def test_a_file_in_its_place_is_refused(tmp_path):
