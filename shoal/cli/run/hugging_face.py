@@ -10,6 +10,7 @@ from pydantic import PositiveInt
 import shoal
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
+from shoal.spec.config import OptimizerConfig
 
 
 class ImportOptions(Section):
@@ -46,7 +47,9 @@ class ExportOptions(FileExportOptions):
 def import_hf(options: ImportOptions) -> int:
     """Print or write the TOML of a run that starts with the model."""
     text = shoal.import_hf(options.folder, options.out, sequence_length=options.sequence_length)
-    print(text if options.out is None else f"written: {options.out}\nNext: name your text in [data], and "
+    known = "learning_rate" in text  # that of a run from scratch would undo much of what the model has learned
+    rate = "" if known else f" and a learning rate in [optimizer] (default: {OptimizerConfig().learning_rate:g})"
+    print(text if options.out is None else f"written: {options.out}\nNext: name your text in [data]{rate}, and "
           f"shoal train {options.out}")
     return 0
 

@@ -138,7 +138,9 @@ def require_field(name: str, present: Iterable[str], where: str) -> None:
 
 
 def _no_field(name: str, present: Iterable[str]) -> str:
-    return f"no field '{name}' (data.field); {did_you_mean(name, present)}"
+    names = list(present)
+    chat = "; data.chat reads conversations" if name == "text" and "messages" in names else ""
+    return f"no field '{name}' (data.field); {did_you_mean(name, names)}{chat}"
 
 
 def as_text(value: object, name: str, where: str, skipped: Skipped) -> Iterator[str]:

@@ -69,7 +69,8 @@ class FileTokenizer:
         except UsageError as error:
             inside = path / "tokenizer.json"
             mend = (f"Name the file in it: {inside}" if inside.is_file() else
-                    "Use 'bytes', or make the file with: shoal data train-tokenizer")
+                    "Use 'bytes', make the file with shoal data train-tokenizer, or take it from the Hugging Face hub "
+                    "with hf download OWNER/NAME tokenizer.json")
             raise UsageError(
                 f"data.tokenizer = '{path}' is neither 'bytes' nor a readable file: {error}\n  {mend}"
             ) from None

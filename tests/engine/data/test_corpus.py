@@ -165,6 +165,7 @@ def test_hub_without_the_extra_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("source", "content", "message"),
     [
+        ("jsonl", b'{"messages": []}\n', r"line 1: no field 'text' .data\.field.; allowed: messages; data\.chat reads"),
         ("jsonl", b'{"text": "a"}\n{"txet": "b"}\n', r"bad\.jsonl, line 2: no field 'text'.*did you mean 'txet'"),
         ("jsonl", b'{"text": "a"}\n{"text": \n', r"bad\.jsonl, line 2: not JSON"),
         ("jsonl", b'{"text": "a"}\n["b"]\n', r"bad\.jsonl, line 2: a list"),
