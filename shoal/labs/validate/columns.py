@@ -214,16 +214,17 @@ def blocking(row: Row) -> bool:
 
 def catalog_model(row: Row) -> ModelShape | None:
     """Return the catalog's model that a row names, if its columns do not describe it: some have no shape, and none has
-    the widths of latents.
+    the widths of latents, or shared experts.
 
     Parentheses, as of a dropped token, and a number of layers are no part of the name.
     """
     name = re.sub(r"[^a-z0-9.]+", "-", (row.get("model") or "").lower().partition("(")[0]).strip("-")
     name = re.sub(r"-\d+layers$", "", name)
     model, layers, hidden = (model_shape(name) if name in model_names() else None), *(number(row, n) for n in SHAPE)
-    if model is None or (layers and not model.latent) or (hidden and hidden != model.hidden):
+    if model is None or (hidden and hidden != model.hidden):
         return None
-    return model
+    more = model.latent or (model.experts and model.experts.shared)
+    return model if more or not layers else None
 
 
 def framework(row: Row) -> str:

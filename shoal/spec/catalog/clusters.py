@@ -79,6 +79,7 @@ class Cluster:
         torus: sizes of a node's dimensions, empty for switched nodes.
         wraps_at: axes whose size is a multiple of this are rings, others are lines; 0 if all are lines.
         thin: loss of adapter bandwidth in collectives when the number of nodes doubles: the exponent of a power law.
+        all_to_all: part of an adapter's bandwidth that an all-to-all attains.
         at_once: accelerators of a node that compute at the same time, and share its memory; None for all.
         watts: power of one accelerator with its share of the node, at the limit that ``watts_of`` states; None if
             unknown.
@@ -98,6 +99,7 @@ class Cluster:
     torus: tuple[int, ...] = ()
     wraps_at: int = 1
     thin: float = 0.0
+    all_to_all: float = 1.0
     at_once: int | None = None
     watts: float | None = None
     watts_of: str = ""

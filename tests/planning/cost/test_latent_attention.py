@@ -91,7 +91,7 @@ def test_deepseek_v3_is_priced_beside_its_paper() -> None:
         precision="fp8", software="megatron-core",
     )
     hidden = found.step_seconds - found.breakdown["expert parallelism"]
-    assert hidden == pytest.approx(published, rel=0.15) and found.step_seconds > published
+    assert hidden == pytest.approx(published, rel=0.2) and found.step_seconds > published
 
 
 def test_deepseek_v3_with_its_further_module_takes_what_its_paper_says() -> None:

@@ -101,7 +101,7 @@ def ring_group(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGr
         if local == 1:
             near = near_exchange = inf
         bandwidth = min(local * share * (nodes / 2) ** -cluster.thin, near)
-        exchange = (ranks - 1) / max((local - 1) / near_exchange, (ranks - local) / share)
+        exchange = (ranks - 1) / max((local - 1) / near_exchange, (ranks - local) / (share * cluster.all_to_all))
         hop = min(share, near)
         steps, latencies = (near_steps, nodes - 1), (inside.latency, cluster.nic.latency)
     ring, trees = (sum(map(mul, many, latencies)) for many in (steps, [step.bit_length() for step in steps]))

@@ -42,7 +42,7 @@ def attained(cluster: Cluster) -> Cluster:
     if nic:
         part, latency = c.at("outside", network=network), c.at("latency_outside", network=network)
         nic = nic.model_copy(update={"bandwidth": nic.bandwidth * part, "latency": latency})
-    return replace(cluster, inside=inside, nic=nic, thin=c.at("thin", network=network))
+    return replace(cluster, inside=inside, nic=nic, thin=c.at("thin", network=network), all_to_all=c.at("all_to_all"))
 
 
 def memory_rate(cluster: Cluster, software: str = "other") -> float:

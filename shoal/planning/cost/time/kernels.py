@@ -227,7 +227,8 @@ class Kernels:
         of_nodes = np.minimum(of_nodes, r.groups_per_token * np.maximum(1, nodes / r.groups))
         far, near = (np.where(r.rows_once > 0, np.minimum(of / copies, 1), 1.0) for of in (of_nodes, of_ranks))
         crossing = (r.ep - 1) * near / (r.inside * self.constant("inside"))
-        crossing = np.where(nodes > 1, np.maximum(crossing, (r.ep - local) * far / self.outside), crossing)
+        attained = np.where(r.rows_once > 0, 1.0, self.constants["all_to_all"]) * self.outside
+        crossing = np.where(nodes > 1, np.maximum(crossing, (r.ep - local) * far / attained), crossing)
         crossing = size * crossing / r.ep
         latency = self.group(r.ep, r.etp).exchange_latency
         gathering = self.group(r.etp, 1).all_gather(E * self.rows * r.etp * r.hidden)
