@@ -68,6 +68,7 @@ class Runs:
     shared: np.ndarray = _optional(0)  # experts of such a layer that every token passes
     experts: np.ndarray = _optional(1)  # that it chooses from
     per_token: np.ndarray = _optional(0)  # experts that it chooses
+    expert_biases: np.ndarray = _optional(0)  # 1 if their products have biases
     groups: np.ndarray = _optional(1)  # of experts
     groups_per_token: np.ndarray = _optional(1)  # that the experts of a token are chosen from
     tp: np.ndarray = _optional(1)
@@ -280,5 +281,5 @@ def _experts(run: EstimatedRun) -> dict[str, float]:
     return {
         "ffn": experts.ffn, "dense": (1 - routed) * shape.ffn / experts.ffn, "routed": routed,
         "shared": experts.shared, "experts": experts.count, "per_token": experts.per_token, "groups": experts.groups,
-        "groups_per_token": experts.groups_per_token,
+        "groups_per_token": experts.groups_per_token, "expert_biases": experts.biases,
     }  # fmt: skip

@@ -132,6 +132,19 @@ def test_kernels_of_many_small_experts_are_launched_longer_than_they_compute() -
     assert all(causes[0][name] == pytest.approx(causes[1][name]) for name in causes[0])
 
 
+def test_biases_of_experts_are_passes_where_each_expert_has_its_own() -> None:
+    """By the kernels of Megatron-Core's TEGroupedMLP, with the widths of gpt-oss-120b."""
+    sparse = LLAMA | {"hidden": 2880, "ffn": 2880, "experts": 128, "per_token": 4, "routed": 1, "dense": 0, "ep": 64,
+                      "expert_kernels": 2}
+    plain, biased, joined = (
+        Kernels(Runs.from_rows([sparse | change]), calibration())
+        for change in ({}, {"expert_biases": 1}, {"expert_biases": 1, "expert_kernels": 0})
+    )
+    moved = 2 * 8192 * 4 * (23 + 6) * 2880
+    assert biased.elements - plain.elements == pytest.approx(moved / plain.hbm)
+    assert joined.elements == plain.elements
+
+
 def test_what_no_gradient_needs_is_not_computed_again() -> None:
     """XLA leaves out the last product of a layer and the sum of its result; torch computes the layer again."""
     all_of_it, needed, offloaded = (

@@ -17,6 +17,10 @@ from shoal.spec.catalog.calibration import NETWORKS, Calibration
 
 LAYER_KERNELS = 45  # of a dense layer's forward: those that the constant `launch` launches
 QUANTISED_KERNELS = 3  # for each product in 16 bits: its input is converted with two more
+PASSES_BIASED = 23, 6
+"""More passes forward over the width of experts and over the hidden state where biases are added expert by expert and
+joined, and their activation is not fused: counted in Megatron-Core's ``TEGroupedMLP`` (``transformer/moe/experts.py``),
+with a limited gate as in gpt-oss."""
 FLASH = 2  # from this index of `ATTENTION` on, scores never reach memory
 
 
@@ -190,8 +194,10 @@ class Kernels:
         copied = np.where(r.rotary_dim > 0, 2.0, 1.0)  # heads of latents are copied together
         heads = copied * c["passes_heads"] * (q + 2 * kv)
         inner = self.tokens_between * (r.hidden / r.tp_x + r.latents) * norms + r.tokens * (wide + heads)
-        moved = r.routed * c["passes_rows"] * self.rows * r.hidden
-        return E * (inner + moved) / self.hbm
+        moved = c["passes_rows"] * self.rows * r.hidden
+        apart = r.expert_biases * (r.expert_kernels > 0)  # no kernel adds them to the products of all experts
+        biased = apart * self.rows * (PASSES_BIASED[0] * r.ffn + PASSES_BIASED[1] * r.hidden)
+        return E * (inner + r.routed * (moved + biased)) / self.hbm
 
     @cached_property
     def exchange(self) -> np.ndarray:
