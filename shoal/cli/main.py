@@ -79,7 +79,9 @@ def _run(args: list[str]) -> int:
         if words and "model" in takes["options"].model_fields:
             refuse_model_name(words[0], "--model")
             if words[0].endswith(".toml"):
-                raise UsageError(f"{words[0]}: shoal {name} reads no config of a run.\n  Name a model with --model.")
+                own = " One of your own is a table of --catalog." if "catalog" in takes["options"].model_fields else ""
+                raise UsageError(f"{words[0]}: shoal {name} reads no config of a run."
+                                 f"\n  Name a model with --model.{own}")
         return function(parse(f"shoal {name}", takes["options"], words, description=command.help))
     return function(*parse_run(name, takes["options"], words, command.config))
 

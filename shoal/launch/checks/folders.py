@@ -92,12 +92,16 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     return shape.parameters() * policy.storage.itemsize + states
 
 
+def most_checkpoints(config: RunConfig) -> int:
+    """Return how many checkpoints a run has at once: a new one is written before the oldest is removed."""
+    every = config.checkpoint.every
+    return min(config.checkpoint.keep + 1, 1 + (config.train.steps - 1) // every if every else 1)
+
+
 def check_disk(config: RunConfig, shape: ModelShape, folder: Path, existing: int = 0) -> None:
     """Reject a run whose checkpoints do not fit on the disk of ``folder``, which has ``existing`` ones already."""
     each = checkpoint_bytes(config, shape)
-    every = config.checkpoint.every
-    saves = 1 + (config.train.steps - 1) // every if every else 1
-    most = min(config.checkpoint.keep + 1, saves) - existing  # a new one is written before the oldest is removed
+    most = most_checkpoints(config) - existing
     disk = nearest_existing(folder)
     size, _, free = shutil.disk_usage(disk)
     if size and most * each > free:  # size 0: not a disk; writing to it reports the error

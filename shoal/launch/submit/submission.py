@@ -22,7 +22,7 @@ import tomli_w
 
 from shoal.base.errors import UsageError
 from shoal.base.files import expanded
-from shoal.launch.checks.folders import checkpoint_bytes
+from shoal.launch.checks.folders import checkpoint_bytes, most_checkpoints
 from shoal.launch.submit.ray_job import MAX_RESTARTS
 from shoal.launch.torch_elastic import OWN_STORE
 from shoal.spec.catalog import ModelShape
@@ -193,7 +193,7 @@ def _for_slurm(run: _PlacedRun) -> Submission:
 def _for_kubernetes(run: _PlacedRun) -> Submission:
     job = run.job
     volume = job.volume or f"{job.name}-runs"
-    size = 2 * (run.config.checkpoint.keep + 1) * checkpoint_bytes(run.config, run.shape) // GIB + 1
+    size = 2 * most_checkpoints(run.config) * checkpoint_bytes(run.config, run.shape) // GIB + 1
     claim = None if job.volume else fill_template("claim.yaml", {"volume": volume, "size": size}).strip()
     text = fill_template("kubernetes.yaml", {
         "name": job.name, "nodes": run.nodes, "gpus": run.gpus, "cpus": run.ranks * job.cpus_per_rank,

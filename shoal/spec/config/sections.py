@@ -213,7 +213,7 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves only at the end and when the run is stopped."""
 
     keep: PositiveInt = 2
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep; as many as train.steps keep all."""
 
     asynchronous: bool = True
     """Write in the background while training continues."""

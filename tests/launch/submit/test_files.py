@@ -351,6 +351,13 @@ def test_a_tokenizer_of_the_nodes_alone_is_not_read(capfd):
     assert 'tokenizer = "/no/t.json"' in config["data"]["run.toml"]
 
 
+def test_a_claim_has_room_for_the_checkpoints_that_the_run_saves(capfd):
+    words = "launch --on k8s --run-folder /runs/one --image a --checkpoint.keep 1000000 --dry-run"
+    assert main(words.split()) == 0
+    [_, claim, _] = yaml.safe_load_all(capfd.readouterr().out)
+    assert claim["spec"]["resources"]["requests"]["storage"] == "1Gi"  # of 2 in 200 steps
+
+
 def test_the_program_that_submits_is_named_where_it_lacks(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     for on, tool in (("slurm", "sbatch"), ("k8s", "kubectl"), ("ray", "ray"), ("sky", "sky")):
