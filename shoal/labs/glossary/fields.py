@@ -17,8 +17,12 @@ MOST = 12
 def find_fields(word: str) -> dict[str, str]:
     """Return the fields whose name, values or description have a word, as options with their descriptions.
 
+    A field's full name, such as checkpoint.every, is that field alone.
+
     >>> list(find_fields("Weight-Decay")), list(find_fields("muon"))[:1], find_fields("sheep"), find_fields("the")
     (['--optimizer.weight-decay'], ['--optimizer.name'], {}, {})
+    >>> find_fields("checkpoint.every")
+    {'--checkpoint.every': 'Steps between checkpoints; 0 saves only at the end and when the run is stopped.'}
     """
     pattern = re.compile(rf"(?<![a-z0-9]){'[ _-]?'.join(map(re.escape, re.split('[ _-]+', word)))}s?(?![a-z0-9])", re.I)
     found = {}
@@ -28,7 +32,10 @@ def find_fields(word: str) -> dict[str, str]:
             continue
         about = docstrings(kind)
         for name, field in kind.model_fields.items():
+            option = f"--{section}.{name.replace('_', '-')}"
+            if word.replace("_", "-") == option[2:]:
+                return {option: about.get(name, "")}
             values = " ".join(map(str, get_args(field.annotation)))
             if pattern.search(f"{name} {values} {about.get(name, '')}"):
-                found[f"--{section}.{name.replace('_', '-')}"] = about.get(name, "")
+                found[option] = about.get(name, "")
     return found if len(found) <= MOST else {}
