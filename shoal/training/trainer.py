@@ -18,7 +18,7 @@ from shoal.base.section import plain
 from shoal.engine.collectives.json_collectives import all_gather, world
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, to_host
-from shoal.engine.data.batches import CompleteDataset, Dataset
+from shoal.engine.data.batches import CompleteDataset, Dataset, describe_repeats
 from shoal.engine.device import peak_memory
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
@@ -368,11 +368,14 @@ class Trainer:
     # ---- the beginning and the end -------------------------------------------------------------------------------
 
     def _show_banner(self) -> None:
+        train = self.config.train
         self.display.banner(
             self.config, parameters=self.shape.parameters(), device=self.mesh.device.type,
             threads=torch.get_num_threads(), folder=self.folder,
         )
-        asked, used = self.config.train.validation_sequences, self.engine.validation_sequences
+        for line in describe_repeats(self.samples["train"], train.steps * train.global_batch):
+            self.display.note(line)
+        asked, used = train.validation_sequences, self.engine.validation_sequences
         if used != asked:
             self.display.note(f"each validation takes {used} samples: {asked} rounded up to full passes")
         if self.step:

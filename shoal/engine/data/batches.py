@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
@@ -161,15 +161,15 @@ class MixtureDataset:
     def __init__(
         self, datasets: dict[str, Dataset], sources: dict[str, MixtureSource], seed: int, sequence_length: int
     ) -> None:
-        self._datasets = list(datasets.values())
+        self.datasets = list(datasets.values())
         limits = {name: round(sources[name].epochs * d.samples) or None for name, d in datasets.items()}
         later = {
             name: {math.ceil(tokens / sequence_length): weight for tokens, weight in source.schedule}
             for name, source in sources.items()
         }
         self.blend = Blend({name: source.weight for name, source in sources.items()}, limits, seed, later)
-        self.vocab_size = max(dataset.vocab_size for dataset in self._datasets)
-        self.samples = sum(dataset.samples for dataset in self._datasets)
+        self.vocab_size = max(dataset.vocab_size for dataset in self.datasets)
+        self.samples = sum(dataset.samples for dataset in self.datasets)
         settings = {name: [each.weight, each.epochs, *each.schedule] for name, each in sources.items()}
         parts = [" ".join(map(str, (name, d.fingerprint, *settings[name]))) for name, d in datasets.items()]
         self.fingerprint = xxhash.xxh3_128_hexdigest(" ".join(["mixture", *parts]).encode())
@@ -180,7 +180,7 @@ class MixtureDataset:
         places, batches = [], []
         for source in np.unique(sources):
             places.append(np.flatnonzero(sources == source))
-            batches.append(self._datasets[source].batch(samples[places[-1]].tolist()))
+            batches.append(self.datasets[source].batch(samples[places[-1]].tolist()))
         back = torch.from_numpy(np.argsort(np.concatenate(places)))
         documents = [batch.documents for batch in batches if batch.documents is not None]
         return Batch(
@@ -188,6 +188,25 @@ class MixtureDataset:
             torch.cat(documents)[back] if documents else None, torch.tensor(indices, dtype=torch.int64),
             torch.from_numpy(sources),
         )
+
+
+MANY_PASSES = 4
+"""Passes over a text up to which repeated text is nearly as good as new (Muennighoff et al. 2023)."""
+
+
+def describe_repeats(dataset: Dataset, samples: int) -> Iterator[str]:
+    """Yield a line for the text, or each source of a mixture, that a run reads more than `MANY_PASSES` times.
+
+    Args:
+        samples: sequences of the run.
+    """
+    passes: dict[str, float] = {}
+    if isinstance(dataset, MixtureDataset):
+        drawn, sizes = dataset.blend.drawn(samples), (each.samples for each in dataset.datasets)
+        passes = {name: count / size for (name, count), size in zip(drawn.items(), sizes, strict=True)}
+    elif isinstance(dataset, PackedDataset):
+        passes = {"its text": samples / dataset.samples}
+    yield from (f"the run reads {what} {times:,.1f} times" for what, times in passes.items() if times > MANY_PASSES)
 
 
 class SyntheticDataset:

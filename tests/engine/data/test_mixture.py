@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.data import mixture
-from shoal.engine.data.batches import open_dataset
+from shoal.engine.data.batches import describe_repeats, open_dataset
 from shoal.engine.data.mixture import Blend
 from shoal.engine.data.order import OverlappingShards
 from shoal.engine.models.loss import IGNORE, CrossEntropy
@@ -137,6 +137,20 @@ def test_a_sequence_is_that_of_its_source(config):
     assert batch.to(torch.device("meta")).sources.device.type == "meta"
     positions = OverlappingShards(2, 1, dataset.samples, 0.5)(np.arange(8))
     assert dataset.batch(positions.tolist()).tokens.shape == (8, 16)
+
+
+def test_text_that_is_read_many_times_is_named(config):
+    dataset = open_dataset(config, seed=3, split="train")
+    sizes = dict(zip(dataset.blend.names, (each.samples for each in dataset.datasets), strict=True))
+    total = 20 * max(sizes.values())
+    drawn = dataset.blend.drawn(total)
+    said = [*describe_repeats(dataset, total)]
+    assert said == [f"the run reads {name} {drawn[name] / size:,.1f} times" for name, size in sizes.items()
+                    if drawn[name] > 4 * size] and said
+    [(_, one), *_] = config.sources().items()
+    alone = open_dataset(one, seed=3, split="train")
+    assert [*describe_repeats(alone, 4 * alone.samples)] == []
+    assert [*describe_repeats(alone, 5 * alone.samples)] == ["the run reads its text 5.0 times"]
 
 
 def test_weights_and_epochs_are_part_of_the_fingerprint(config):
