@@ -6,7 +6,7 @@ left out. Measurements on one cluster share much of their error, so a cluster th
 interval, and software that it has not seen a wider one again.
 
 `coverage` tests the intervals: the width for a model, cluster or software is of all others. A quantile of few groups is
-too narrow for the next one. So it is the smallest, in steps of 0.2 %, of which the intervals hold 80 % of a software left
+too narrow for the next one. So it is the smallest, in steps of 0.05 %, of which the intervals hold 80 % of a software left
 out, in the mean: conformal prediction with the software as the unit, calibrated by leaving one out. Of models and
 clusters, which differ much in their number of measurements, they hold 80 % in the mean of measurements and of groups.
 """
@@ -111,7 +111,7 @@ class HeldOut:
             inside, means = self._hold(row, level)
             return float(means.mean() if self.split == "software" else (inside.mean() + means.mean()) / 2)
 
-        return next((level for level in np.arange(INSIDE, 1, 0.002).tolist() if held(level) >= INSIDE), 1.0)
+        return next((level for level in np.arange(INSIDE, 1, 0.0005).tolist() if held(level) >= INSIDE), 1.0)
 
     def select(self, row: int, of: Class, without: int = -1) -> np.ndarray:
         """Return the measurements of a class, but for one group; none if they are too few for errors of their own.

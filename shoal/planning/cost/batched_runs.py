@@ -130,6 +130,7 @@ class Runs:
     overlap_experts: np.ndarray = _optional(0)
     expert_kernels: np.ndarray = _optional(0)
     graphs: np.ndarray = _optional(0)
+    parallel_block: np.ndarray = _optional(0)
     drops_unused: np.ndarray = _optional(0)
     offloads_heads: np.ndarray = _optional(0)
     blocking: np.ndarray = _optional(0)

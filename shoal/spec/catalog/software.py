@@ -82,6 +82,8 @@ class Software(Section):
     overlap_experts: float = Field(default=0.0, ge=0, le=1)
     # Kernels that the host launches for each expert of a rank in a forward in 16 bits; none if all experts share one
     expert_kernels: NonNegativeInt = 0
+    # Whether its models add the results of attention and of the feed-forward block at once: both read the same norm
+    parallel_block: bool = False
     graphs: bool = False  # Whether one CUDA graph launches all kernels of a step
     recompute: Literal["none", "selective", "full"] = "none"  # Recomputation, if a publication does not name it
     # Of the axes that not all software has, those along which it splits a model, for a search

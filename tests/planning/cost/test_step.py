@@ -145,6 +145,13 @@ def test_biases_of_experts_are_passes_where_each_expert_has_its_own() -> None:
     assert joined.elements == plain.elements
 
 
+def test_a_parallel_block_sums_once_in_a_layer() -> None:
+    """Attention and the feed-forward block of a layer read the same norm (Wang and Komatsuzaki 2021, GPT-J)."""
+    of = LLAMA | {"tp": 8, "dp": 1, "sequence_parallel": 1}
+    apart, together = (Kernels(Runs.from_rows([of | {"parallel_block": one}]), calibration()) for one in (0, 1))
+    assert apart.forward - together.forward == pytest.approx(apart.exchange)
+
+
 def test_what_no_gradient_needs_is_not_computed_again() -> None:
     """XLA leaves out the last product of a layer and the sum of its result; torch computes the layer again."""
     all_of_it, needed, offloaded = (

@@ -214,7 +214,7 @@ class Kernels:
     @cached_property
     def sums(self) -> np.ndarray:
         """Tensor-parallel sums in a layer's forward. Routed experts have none: their tokens are spread over ranks."""
-        return 2 - self.runs.routed * (self.runs.shared == 0)
+        return 2 - self.runs.routed * (self.runs.shared == 0) - self.runs.parallel_block
 
     @cached_property
     def routing(self) -> np.ndarray:
