@@ -6,8 +6,8 @@ left out. Measurements on one cluster share much of their error, so a cluster th
 interval, and software that it has not seen a wider one again.
 
 `coverage` tests the intervals: the width for a model, cluster or software is of all others. A quantile of few groups is
-too narrow for the next one. So it is the smallest, in steps of 0.05 %, of which the intervals hold 80 % of a software left
-out, in the mean: conformal prediction with the software as the unit, calibrated by leaving one out. Of models and
+too narrow for the next one. So it is the smallest, in steps of 0.05 %, of which the intervals hold 80 % of a software
+left out, in the mean: conformal prediction with the software as the unit, calibrated by leaving one out. Of models and
 clusters, which differ much in their number of measurements, they hold 80 % in the mean of measurements and of groups.
 """
 
