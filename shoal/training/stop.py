@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -13,6 +15,9 @@ PREEMPTED = 75
 
 REQUESTED = "stop"
 """File beside the heartbeats of a run's ranks that their parent creates before it asks them to stop."""
+
+TOGETHER_SECONDS = 0.2
+"""Signals within this time are one request: `timeout` and other wrappers signal a process, and then its group."""
 
 REGROUP = "regroup"
 """File beside it that their parent creates so that they keep their state and meet again in another layout."""
@@ -30,6 +35,7 @@ class StopRequests:
     def __init__(self, requested: Path | None = None):
         self.requested = requested
         self.count = 0
+        self._counted = -math.inf  # when the last one was
         self.preempted = False  # by a signal other than Ctrl-C's: the run will be restarted
 
     @property
@@ -61,5 +67,6 @@ class StopRequests:
             name = signal.Signals(signum).name
             os.write(2, f"{name} ignored: only the parent of the ranks can stop the run\n".encode())
             return
-        self.count += 1
+        if (now := time.monotonic()) - self._counted >= TOGETHER_SECONDS:
+            self.count, self._counted = self.count + 1, now
         self.preempted |= signum != signal.SIGINT

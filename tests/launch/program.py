@@ -32,7 +32,7 @@ if __name__ == "__main__":
     if act == "stop":
         while not signals:
             time.sleep(0.02)
-        time.sleep(0.3)
+        time.sleep(0.8)
         (folder / f"signals-{me}.json").write_text(json.dumps(signals))
     elif act != "finish":
         if act == "die slowly":

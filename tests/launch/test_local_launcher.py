@@ -25,7 +25,7 @@ from shoal.launch.rank_env import RankEnv, _expand_counts, _first_host, detect_r
 from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.launch.watch.watchdog import Watchdog
 from shoal.spec.config import FailoverConfig, build_config
-from shoal.training.stop import StopRequests
+from shoal.training.stop import TOGETHER_SECONDS, StopRequests
 from tests.trainings.forked import ORDER, Command, command
 
 ROOT = Path(__file__).parents[2]
@@ -179,10 +179,22 @@ def test_the_second_request_kills(folder, server):
     parent = forked(server, "tests.launch.parent", folder, "stop")
     pids = [report["pid"] for report in reports(folder)]
     parent.send_signal(signal.SIGINT)
-    time.sleep(0.1)
+    time.sleep(TOGETHER_SECONDS + 0.1)
     parent.send_signal(signal.SIGINT)
     assert parent.wait(10) == 128 + signal.SIGKILL
     assert all_gone(pids, seconds=0)
+
+
+def test_a_signal_to_a_process_and_to_its_group_is_one_request(monkeypatch):
+    """`timeout` sends both, microseconds apart: counted as two, they killed the run in place of saving it."""
+    now = iter((0.0, 0.001, 0.3, 0.4))
+    monkeypatch.setattr("shoal.training.stop.time.monotonic", lambda: next(now))
+    with StopRequests() as stop:
+        counts = []
+        for _ in range(4):
+            signal.raise_signal(signal.SIGTERM)
+            counts.append(stop.count)
+    assert counts == [1, 1, 2, 2]
 
 
 def test_torchrun_joins(folder, server):
