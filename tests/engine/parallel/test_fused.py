@@ -20,7 +20,9 @@ from tests.testing.verify.runs import small_run
 CALLS = {"swiglu": feedforward, "rotate_packed": transformer, "find_owner": weight_grad}
 
 
-def gradients(config: RunConfig, fused: bool, compile: bool = False) -> tuple[float, dict[str, Tensor], dict[str, int]]:
+def gradients(
+    config: RunConfig, fused: bool, compile: bool = False, alone: int = weight_grad.ALONE
+) -> tuple[float, dict[str, Tensor], dict[str, int]]:
     """Loss, gradients of this rank and number of calls of an operator in a step."""
     calls = dict.fromkeys(CALLS, 0)
 
@@ -33,6 +35,7 @@ def gradients(config: RunConfig, fused: bool, compile: bool = False) -> tuple[fl
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "use_fused", lambda x: fused)
+        patch.setattr(weight_grad, "ALONE", alone)
         for name, module in CALLS.items():
             patch.setattr(module, name, count(name, getattr(module, name)))
         if compile:  # captured and differentiated, but not made into C++
@@ -69,6 +72,17 @@ def test_steps_are_equal(pool: Pool, parallel: dict[str, Any], model: dict[str, 
         for name, gradient in expected.items():
             scale = gradient.abs().max().clamp_min(1e-6)
             assert (actual[name] - gradient).abs().max() / scale < 1e-9, name
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}], ids=["one rank", "tp"])
+def test_matrices_are_multiplied_alone_or_together(pool: Pool, parallel: dict[str, Any]) -> None:
+    config = small_run(parallel, {"qkv_bias": True}, precision="fp64")
+    together = pool.run(gradients, config.parallel.world_size, config, False)
+    alone = pool.run(partial(gradients, alone=1), config.parallel.world_size, config, False)
+    for (loss, expected, _), (same_loss, actual, _) in zip(together, alone, strict=True):
+        assert same_loss == loss
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize(("parallel", "scales"), [({}, "row"), ({"tp": 2, "sequence_parallel": True}, "tensor")])
