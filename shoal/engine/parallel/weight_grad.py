@@ -39,7 +39,6 @@ from shoal.engine.parallel.zero.bucket import join_adjacent
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 
-
 ALONE = 512
 """Rows from which on the CPU a matrix is multiplied alone in backward. With 2048 tokens and 2 x 688 rows this is 1 %
 faster on one thread and 4 % on two; with 3 x 128 rows it is 3 % slower (Zen 4)."""
