@@ -392,6 +392,8 @@ class RankProcesses:
         """Forward stop requests: SIGTERM for the first, SIGKILL for the second."""
         if self.stop.count > self._passed:
             self._passed = self.stop.count
+            if self._passed > 1:
+                print("asked twice to stop: the ranks are killed, unsaved since the newest checkpoint", file=sys.stderr)
             self._send(signal.SIGTERM if self._passed == 1 else signal.SIGKILL)
 
     def _send(self, signum: int) -> None:

@@ -183,6 +183,7 @@ def test_the_second_request_kills(folder, server):
     parent.send_signal(signal.SIGINT)
     assert parent.wait(10) == 128 + signal.SIGKILL
     assert all_gone(pids, seconds=0)
+    assert parent.communicate()[0].startswith("asked twice to stop: the ranks are killed")
 
 
 def test_a_signal_to_a_process_and_to_its_group_is_one_request(monkeypatch):
