@@ -17,7 +17,7 @@ from rich.text import Text
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_atomically
-from shoal.base.terminal import printable
+from shoal.base.terminal import printable, warn
 from shoal.base.units import show_bytes, show_seconds
 from shoal.report.curves import curves, describe_curves
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
@@ -30,7 +30,7 @@ from shoal.report.timeline.write import KINDS, write
 from shoal.spec.config import RUN_FILE, RunConfig, load_config, suggest_run
 from shoal.training.records.histograms import read_histograms
 from shoal.training.records.metrics import StepMetrics, read_metrics
-from shoal.training.records.profile import FOLDER, read_profile
+from shoal.training.records.profile import FOLDER, IncompleteProfileError, read_profile
 from shoal.training.resilience.events import read_events
 
 PAGE = "report.html"
@@ -146,7 +146,11 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunRe
     config = open_run(folder)
     file = Path(out) if out else folder / PAGE
     check_writable(file, "--out", *KINDS)
-    report = replace(read_run(folder, config), file=file, comparison=read_comparison(folder))
+    report = replace(read_run(folder, config), file=file)
+    try:
+        report = replace(report, comparison=read_comparison(folder))
+    except IncompleteProfileError as error:
+        warn(str(error))
     if file.suffix == ".html":
         write_atomically(file, _html(report))
     elif report.comparison:

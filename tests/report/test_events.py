@@ -72,12 +72,20 @@ def test_recordings_of_a_failure_are_kept_named_and_linked(corpus, tmp_path):
     assert (tmp_path / kept[1]).read_text() == "first" and not (logs / "collectives-1.json").exists()
     assert keep_recordings(tmp_path) == ("logs/failure-2/trace-rank-00000.json.gz",)  # the others are kept already
     assert keep_recordings(tmp_path) == ()
+    (profile / "rank-00001.jsonl.7.partial").symlink_to("gone")  # a file that vanishes takes no other with it
+    (profile / "rank-00001.jsonl").write_text("new")
+    (profile / "rank-00002.jsonl").symlink_to("gone")
+    (profile / "rank-00003.jsonl").write_text("new")
+    for number in (1, 3):
+        (tmp_path / f"backup-{number}").hardlink_to(profile / f"rank-0000{number}.jsonl")  # nothing kept by shoal
+    assert keep_recordings(tmp_path) == ("logs/failure-3/rank-00001.jsonl", "logs/failure-3/rank-00003.jsonl")
     said = describe_recordings(tmp_path, [*kept, "logs/failure-1/nccl-1"], 1)
     assert said.startswith(f"recorded before: {tmp_path / kept[2]}, {tmp_path / kept[3]}, ")
     assert said.endswith(", 5 in all")
     write_event(tmp_path, "failure", rank=1, recordings=[*kept, "logs/gone", "logs/../run.toml", "/etc/hostname"])
     assert event_table(read_events(tmp_path))[1][-1] == "recorded before: logs/failure-1, 7 files"
-    (profile / "rank-00000.jsonl").unlink()  # which is no profile
+    for path in profile.glob("rank-*"):
+        path.unlink()  # which are no profiles
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "pages.html")]) == 0
     links = re.findall(r'<li><a href="([^"]+)"', (tmp_path / "pages.html").read_text())
     assert links == [*kept]

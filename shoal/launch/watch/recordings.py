@@ -8,6 +8,9 @@ from pathlib import Path
 
 from shoal.training.records.profile import FOLDER
 
+PROFILES = ("rank-*.jsonl", "trace-rank-*.json.gz")
+COLLECTIVES = ("collectives-*.json", "nccl-*")
+
 
 def keep_recordings(run_folder: Path) -> tuple[str, ...]:
     """Collect the recordings of an attempt in a new folder ``logs/failure-N`` of a run.
@@ -18,13 +21,18 @@ def keep_recordings(run_folder: Path) -> tuple[str, ...]:
     Returns:
         Their names in the run folder; nothing if there are none, or if the disk is full.
     """
-    logs, kept = run_folder / "logs", list[str]()
-    with suppress(OSError):
-        profiles = sorted(path for path in (run_folder / FOLDER).glob("*rank-*") if path.stat().st_nlink == 1)
-        every = (*logs.glob("collectives-*.json"), *logs.glob("nccl-*"))
-        collectives = sorted(path for path in every if path.is_file())
-        folder = _make_next(logs) if profiles or collectives else logs
-        for path in (*profiles, *collectives):
+    logs, kept, folder = run_folder / "logs", list[str](), None
+    profiles = sorted(path for name in PROFILES for path in (run_folder / FOLDER).glob(name))
+    collectives = sorted(path for name in COLLECTIVES for path in logs.glob(name) if path.is_file())
+    earlier = set[int]()
+    for path in logs.glob("failure-*/*rank-*"):
+        with suppress(OSError):
+            earlier.add(path.stat().st_ino)
+    for path in (*profiles, *collectives):
+        with suppress(OSError):  # another host may have taken it
+            if path.stat().st_ino in earlier:
+                continue
+            folder = folder or _make_next(logs)
             (os.link if path in profiles else os.rename)(path, folder / path.name)
             kept.append(str((folder / path.name).relative_to(run_folder)))
     return tuple(kept)

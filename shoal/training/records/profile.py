@@ -23,6 +23,10 @@ from shoal.pipeline.program import Action, Op, Program
 FOLDER = "profile"
 
 
+class IncompleteProfileError(UsageError):
+    """The files of a profile are not those of all ranks of one start, which ended before each had written its own."""
+
+
 class HeldBucket(NamedTuple):
     """A bucket of a rank.
 
@@ -79,7 +83,8 @@ def read_profile(folder: Path) -> Profile | None:
     """Read the profile of a run; None if it has none.
 
     Raises:
-        UsageError: a rank's file is missing, damaged, or has other steps than the first rank's.
+        IncompleteProfileError: a rank's file is missing, or of another start than the first rank's.
+        UsageError: a file is damaged.
     """
     paths = sorted((folder / FOLDER).glob("rank-*.jsonl"))
     if not paths:
@@ -119,8 +124,13 @@ def _profile(paths: Sequence[Path]) -> Profile:
     world = {(rank.pp, rank.dp, rank.tp) for rank in ranks}
     pp, dp, tp = (1 + max(place) for place in zip(*world, strict=True))
     stages = 1 + max(values["stage_rank"])
-    if len(world) != stages * dp * tp or {rank.steps for rank in ranks} != {ranks[0].steps} or pp != stages:
-        raise ValueError(f"{len(ranks)} ranks have recorded, not all of {stages} x {dp} x {tp}, or not the same steps")
+    recorded_by = {(header.get("start"), rank.steps) for header, rank in zip(headers, ranks, strict=True)}
+    if len(world) != stages * dp * tp or len(recorded_by) > 1 or pp != stages:
+        raise IncompleteProfileError(
+            f"{paths[0].parent} is incomplete: it has {len(ranks)} of {stages} x {dp} x {tp} ranks, "
+            f"of {len(recorded_by)} starts, as a start ended while its ranks wrote."
+            "\n  Record it again (shoal train --profile)."
+        )
     program = Program(tuple(by_stage[i] for i in range(stages)), **values)
     limits = (program.stages, program.microbatches, program.sequence_slices)
     for action in (action for rank in program.actions for action in rank):

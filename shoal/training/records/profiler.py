@@ -44,9 +44,14 @@ class Profiler:
         trace: bool = False,
     ):
         self.runtime, self.mesh, self.steps, self.folder = runtime, mesh, steps, folder
+        if mesh.rank == 0:
+            with best_effort(folder / FOLDER):
+                for path in (folder / FOLDER).glob("*.partial"):  # of killed ranks: no rank of this start writes yet
+                    path.unlink(missing_ok=True)
         self._timer, self._trace = ActionTimer(mesh.device), torch_profiler(mesh.device) if trace else None
         self._offset = clock_offset(group) if group else 0.0
-        self._offset -= broadcast(time.perf_counter(), group)  # start time
+        self._start = broadcast(time.perf_counter(), group)  # it also tells the files of a start from others
+        self._offset -= self._start
         self._lines: list[dict[str, Any]] = []
         stages = [runtime.stages[index].parameters for index in sorted(runtime.stages)]
         first = [0, *accumulate(len(parameters.buckets) for parameters in stages)]
@@ -97,6 +102,7 @@ class Profiler:
             return
         program, mesh = self.runtime.program, self.mesh
         header = {
+            "start": self._start,
             "rank": mesh.rank,
             **{axis: mesh.index(axis) for axis in ("pp", "dp", "tp")},
             "layout": mesh.layout.describe(),

@@ -10,12 +10,11 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 
-from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.program import RECEIVES, SENDS, find_receive, matching_send
 from shoal.report.run import read_run
-from shoal.training.records.profile import read_profile
+from shoal.training.records.profile import IncompleteProfileError, read_profile
 from shoal.training.records.profiler import clock_offset
 from tests.trainings.runs import small_config, train_in
 
@@ -120,6 +119,7 @@ def test_nothing_is_recorded_unasked_and_a_profile_is_that_of_the_last_start(cor
     alone = again.model_copy(update={"parallel": config.parallel.model_copy(update={"pp": 1}), "train": longest})
     for rank in range(2):
         (folder / "profile" / f"trace-rank-{rank:05d}.json.gz").touch()  # of a start with traces
+    (folder / "profile" / "rank-00000.jsonl.1.partial").touch()  # of a killed rank
     train_in(pool, alone, folder, resume=True)
     assert [rank.steps for rank in read_profile(folder).ranks] == [(9, 10)]
     assert [path.name for path in (folder / "profile").iterdir()] == ["rank-00000.jsonl"]
@@ -132,8 +132,20 @@ def test_the_files_are_plain_lines_and_a_missing_rank_is_named(corpus, pool, tmp
     header, step = map(json.loads, (folder / "profile" / "rank-00001.jsonl").read_text().splitlines())
     assert header["actions"][0] == ["RF", 1, 0, -1, -1] and step["step"] == 1
     (folder / "profile" / "rank-00001.jsonl").unlink()
-    with pytest.raises(UsageError, match="1 ranks have recorded, not all of 2 x 1 x 1"):
+    with pytest.raises(IncompleteProfileError, match="1 of 2 x 1 x 1 ranks"):
         read_profile(folder)
+
+
+def test_a_profile_of_two_starts_is_left_out_of_the_report_with_one_note(corpus, pool, tmp_path, capsys):
+    """A start that ends between the writes of its ranks leaves files of an earlier one; both have the same steps."""
+    config = small_config(corpus, {"dp": 2}, train={"steps": 3, "validate_every": 0}, metrics=PROFILED)
+    first, second = (train_in(pool, config, tmp_path / name) for name in ("first", "second"))
+    assert main(["report", str(first)]) == 0 and "measured step" in capsys.readouterr().out
+    shutil.copy(second / "profile" / "rank-00000.jsonl", first / "profile")
+    assert main(["report", str(first)]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("is incomplete: it has 2 of 1 x 2 x 1 ranks, of 2 starts") == 1
+    assert "measured step" not in said.out and (first / "report.html").exists()
 
 
 DAMAGED = {
