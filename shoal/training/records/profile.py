@@ -24,7 +24,7 @@ FOLDER = "profile"
 
 
 class IncompleteProfileError(UsageError):
-    """The files of a profile are not those of all ranks of one start, which ended before each had written its own."""
+    """The files of a profile are not of all ranks of one start, which ended before each had written its own."""
 
 
 class HeldBucket(NamedTuple):

@@ -50,7 +50,7 @@ class Profiler:
                     path.unlink(missing_ok=True)
         self._timer, self._trace = ActionTimer(mesh.device), torch_profiler(mesh.device) if trace else None
         self._offset = clock_offset(group) if group else 0.0
-        self._start = broadcast(time.perf_counter(), group)  # it also tells the files of a start from others
+        self._start = broadcast(time.perf_counter(), group)  # in the files of one start it is equal
         self._offset -= self._start
         self._lines: list[dict[str, Any]] = []
         stages = [runtime.stages[index].parameters for index in sorted(runtime.stages)]
