@@ -70,7 +70,7 @@ def check_closed_form(run: EstimatedRun) -> None:
         "parallel.stage_layers": (layout.stage_layers, (None,)),
         "parallel.reshard_after_forward": (layout.reshard_after_forward, (True,)),
         "--optimizer": (run.optimizer, ("adamw", "adam")),
-        "--precision": (run.precision, ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
+        "--precision": (run.precision, run.software.formats),
         "model.depths": (shape.depths, (None,)),
     }  # fmt: skip
     for what, (value, known) in checked.items():

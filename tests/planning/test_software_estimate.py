@@ -20,7 +20,12 @@ from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.space import build_layout
 from shoal.planning.search.usual import find_usual
 from shoal.planning.software_estimate import SoftwareEstimate, estimate_run
-from shoal.report.planning.other_software import MEGATRON_FORMATS, software_lines, torchtitan_config
+from shoal.report.planning.other_software import (
+    MEGATRON_FORMATS,
+    TORCHTITAN_CONVERTERS,
+    software_lines,
+    torchtitan_config,
+)
 from shoal.spec.catalog.software import find_software, software_table
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
@@ -200,8 +205,10 @@ def test_torchtitan_gets_the_stages_of_a_layout() -> None:
     assert torchtitan_config(replace(run, precision="fp8"))["model"] == {"converters": ["quantize.linear.float8"]}
 
 
-def config_of(software: str, layout: Layout, cluster: str = "2x8xA100", batch: int = 64) -> str:
-    run = describe_run(layout, model="llama-3-8b", cluster=cluster, global_batch=batch, software=software)
+def config_of(
+    software: str, layout: Layout, cluster: str = "2x8xA100", batch: int = 64, model: str = "llama-3-8b"
+) -> str:
+    run = describe_run(layout, model=model, cluster=cluster, global_batch=batch, software=software)
     heading, *lines = software_lines(run)
     assert "words" not in heading, "a config of its own"
     return "\n".join(lines)
@@ -225,9 +232,11 @@ def test_other_software_gets_its_own_config() -> None:
 @pytest.mark.parametrize("layout", [
     Layout(dp=128, zero=3), Layout(dp=128, zero=3, zero_shard=64), Layout(dp=32, tp=4, zero=3, zero_shard=8),
     Layout(dp=32, cp=2, tp=2, zero=3, micro_batch=4),
+    Layout(dp=64, tp=2, ep=8, zero=3), Layout(dp=8, cp=16, ep=8, zero=3),
 ])  # fmt: skip
 def test_maxtext_gets_all_chips_and_the_batch(layout: Layout) -> None:
-    said = dict(line.split("=") for line in config_of("maxtext", layout, "2xv5p-128", 256).splitlines())
+    model = "mixtral-8x7b" if layout.ep > 1 else "llama-3-8b"
+    said = dict(line.split("=") for line in config_of("maxtext", layout, "2xv5p-128", 256, model).splitlines())
     degrees = {axis: prod(int(said[key]) for key in said if key.startswith(axis)) for axis in ("ici", "dcn")}
     assert degrees == {"ici": 64, "dcn": 2}, "two slices of 64 chips"
     batch = float(said["per_device_batch_size"]) * layout.world_size * int(said["gradient_accumulation_steps"])
@@ -245,14 +254,58 @@ def test_plans_split_along_axes_that_the_software_has(software: str) -> None:
     assert len(kept) > 1
 
 
-def test_every_estimated_number_format_has_its_arguments() -> None:
-    run = describe_run(Layout(), model="llama-3-8b", cluster="8xB200", software="megatron-core")
-    estimated = set()
+@pytest.mark.parametrize(("software", "fixed", "said"), [
+    ("composer", "tp=2", "--fix tp=2: composer has no such layouts.\n  Give tp = 1, or leave it out."),
+    ("deepspeed", "cp=2", "Give cp = 1"), ("composer", "zero=1", "Give zero = 3"),
+    ("nanotron", "schedule=interleaved-1f1b", "Give schedule = 1f1b"),
+])  # fmt: skip
+def test_a_fixed_field_that_the_software_lacks_is_named(software: str, fixed: str, said: str) -> None:
+    """It is no lack of memory."""
+    run = {"global_batch": 64, "sequence_length": 2048, "software": software}
+    planner = LayoutPlanner("llama-3-8b", "8xH100", fixed=fixed, **run)
+    with pytest.raises(UsageError) as refused:
+        planner.plan()
+    assert said in str(refused.value)
+
+
+def formats_of(software: str) -> set[str]:
+    run = describe_run(Layout(zero=find_software(software).zero_stages[0]), model="llama-3-8b", cluster="8xB200")
+    run, estimated = replace(run, software=find_software(software)), set()
     for precision in FORMATS:
         with suppress(UsageError):
             check_closed_form(replace(run, precision=precision))
             estimated.add(precision)
-    assert estimated == set(MEGATRON_FORMATS)
+            assert list(software_lines(replace(run, precision=precision)))
+    return estimated
+
+
+def test_every_estimated_number_format_has_its_arguments() -> None:
+    """What a software does not train in is refused: its config would train in another format than was estimated."""
+    assert formats_of("megatron-core") == set(MEGATRON_FORMATS)
+    assert formats_of("torchtitan") == {"bf16", "fp16", *TORCHTITAN_CONVERTERS}
+    assert TORCHTITAN_CONVERTERS["mxfp8"].endswith("linear.mx")
+    for name in ("megatron-2019", "megatron-2021", "zero-bubble", "nanotron", "deepspeed"):
+        assert formats_of(name) == {"bf16", "fp16"}, name
+    assert formats_of("composer") == {"bf16", "fp16", "fp8"}
+    assert "quantization=fp8" in "\n".join(software_lines(replace(
+        describe_run(Layout(dp=8, zero=3), model="llama-3-8b", cluster="8xH100"), precision="fp8",
+        software=find_software("maxtext"),
+    )))  # fmt: skip
+
+
+def test_partial_sharding_has_larger_shards_and_closer_ranks() -> None:
+    def found(shard: int) -> SoftwareEstimate:
+        layout = Layout(dp=32, zero=3, zero_shard=shard)
+        return shoal.estimate(layout, model="llama-3-8b", cluster="4x8xH100", software="torchtitan", global_batch=32,
+                              sequence_length=2048)  # fmt: skip
+
+    part, all_of_it = found(8), found(32)
+    assert part.fullest.reserved > 1.2 * all_of_it.fullest.reserved
+    assert part.step_seconds != pytest.approx(all_of_it.step_seconds, rel=0.01)
+
+
+def test_balanced_software_has_no_stage_without_a_layer() -> None:
+    assert find_software("nanotron").splits(32, 32) and not find_software("nanotron").splits(32, 33)
 
 
 def test_the_usual_layout_of_llama_3_405b_is_the_published_one() -> None:

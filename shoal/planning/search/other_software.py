@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 
+from shoal.base.errors import UsageError
 from shoal.planning.cost.batched_runs import SCHEDULES, Runs, describe_layout, describe_row
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
@@ -18,7 +20,11 @@ from shoal.planning.search.plan import Plan, PricedLayout, Progressing
 from shoal.planning.search.space import Fields, LayoutSpace, build_layout, meshes, pipelines, shardings, works
 from shoal.planning.software_estimate import SoftwareEstimate
 from shoal.spec.catalog.calibration import cluster_calibration
+from shoal.spec.catalog.software import Software
 from shoal.spec.layout import Layout
+
+AXES = ("tp", "cp", "ep", "pp")
+"""Axes that not all software has."""
 
 
 def search_software(
@@ -29,6 +35,7 @@ def search_software(
     Only what the software has is searched: its axes, its ZeRO stages, 1F1B and interleaved stages, zero bubbles where
     it has them. Context parallelism is one kind.
     """
+    _check_fixed(run.software, space)
     begin, constants, plan = time.perf_counter(), cluster_calibration(run.cluster, run.software.name), Plan(run)
     space = replace(
         space, schedules=tuple(name for name in run.software.schedules if name in SCHEDULES), uneven=False
@@ -58,11 +65,24 @@ def search_software(
     return plan
 
 
+def _check_fixed(software: Software, space: LayoutSpace) -> None:
+    """Raise a `UsageError` if a fixed field of the layout is none that the software has."""
+    for name, value in space.fixed.items():
+        has: tuple[Any, ...] = {"zero": software.zero_stages, "schedule": software.schedules}.get(name, (value,))
+        if name in AXES and not software.has(**{name: value}):
+            has = (1,)
+        if value not in has:
+            raise UsageError(
+                f"--fix {name}={value}: {software.name} has no such layouts.\n  Give {name} = "
+                f"{' or '.join(map(str, has))}, or leave it out."
+            )
+
+
 def _layouts(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[Layout]:
     """Yield the layouts of a mesh."""
     if degrees["ulysses"] > 1 or degrees["tp"] > run.cluster.per_node:
         return  # the closed forms do not distinguish the first; tensor parallelism stays inside a node
-    if not run.software.has(**{axis: degrees[axis] for axis in ("tp", "cp", "ep", "pp")}):
+    if not run.software.has(**{axis: degrees[axis] for axis in AXES}):
         return
     shards = [s for s in shardings(degrees, space) if s["zero"] in run.software.zero_stages]
     shards = [s for s in shards if s.get("reshard_after_forward", True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from math import gcd
 from typing import Any
 
 import tomli_w
@@ -150,7 +151,7 @@ def foundry_config(run: EstimatedRun) -> dict[str, Any]:
     layout = run.layout
     return {
         "global_train_batch_size": run.global_batch, "device_train_microbatch_size": layout.micro_batch,
-        "max_seq_len": run.sequence_length, "precision": {"fp8": "amp_fp8"}.get(run.precision, f"amp_{run.precision}"),
+        "max_seq_len": run.sequence_length, "precision": f"amp_{run.precision}",
         "fsdp_config": {
             "sharding_strategy": "HYBRID_SHARD" if layout.dp_replicate > 1 else "FULL_SHARD",
             "activation_checkpointing": layout.recompute == "full",
@@ -172,16 +173,24 @@ def deepspeed_config(run: EstimatedRun) -> dict[str, Any]:
 
 
 def maxtext_arguments(run: EstimatedRun) -> dict[str, Any]:
-    """Return MaxText's arguments of a layout: replicas are spread over slices (`dcn`), all else inside them (`ici`)."""
+    """Return MaxText's arguments of a layout: replicas are spread over slices (`dcn`), all else inside them (`ici`).
+
+    MaxText counts the ranks of experts on an axis of their own, here they are ranks of other axes: of these as many
+    remain as are no ranks of experts.
+    """
     layout, slices = run.layout, run.cluster.nodes if run.cluster.torus else 1
-    replicas = min(slices, layout.dp_replicate)
+    replicas, experts, axes = min(slices, layout.dp_replicate), layout.ep, dict[str, int]()
+    inside = {"fsdp": layout.dp_shard * replicas // slices, "context": layout.cp, "tensor": layout.tp}
+    for axis, ranks in inside.items():
+        shared = gcd(ranks, experts)
+        experts, axes[f"ici_{axis}_parallelism"] = experts // shared, ranks // shared
+    quantised = {"quantization": run.precision} if run.quantised else {}
     return {
         "per_device_batch_size": layout.micro_batch / (layout.tp * layout.cp),
         "gradient_accumulation_steps": run.microbatches, "max_target_length": run.sequence_length,
         "dcn_data_parallelism": replicas, "dcn_fsdp_parallelism": slices // replicas,
-        "ici_data_parallelism": layout.dp_replicate // replicas,
-        "ici_fsdp_parallelism": layout.dp_shard * replicas // slices, "ici_tensor_parallelism": layout.tp,
-        "ici_context_parallelism": layout.cp, "ici_expert_parallelism": layout.ep,
+        "ici_data_parallelism": layout.dp_replicate // replicas, **axes, "ici_expert_parallelism": layout.ep,
+        **quantised,
         "remat_policy": {"selective": "minimal"}.get(layout.recompute, layout.recompute),
     }  # fmt: skip
 

@@ -88,6 +88,7 @@ class Software(Section):
     recompute: Literal["none", "selective", "full"] = "none"  # Recomputation, if a publication does not name it
     # Of the axes that not all software has, those along which it splits a model, for a search
     axes: tuple[Literal["tp", "cp", "ep", "pp"], ...] = ("tp", "cp", "ep", "pp")
+    formats: tuple[str, ...] = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")  # Number formats in which it trains
     zero_stages: tuple[ZeroStage, ...] = (0, 1)  # ZeRO stages that it has, for a search
     schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")  # Pipeline schedules that it has, for a search
     # Constants of the cost model measured with this software, by generation of accelerators; elsewhere those fitted to

@@ -100,6 +100,13 @@ def test_rows_leave_once_for_each_node_and_travel_beside_another_micro_batch() -
     assert beside.forward + beside.backward == pytest.approx(np.maximum(computing, 4 * once.routing), rel=1e-6)
 
 
+def test_without_expert_parallelism_nothing_is_hidden() -> None:
+    sparse = LLAMA | {"experts": 8, "per_token": 2, "routed": 1, "dense": 0, "tp": 4, "etp": 4, "dp": 2, "shard": 2}
+    apart, beside = (Kernels(Runs.from_rows([sparse | change]), calibration())
+                     for change in ({}, {"overlap_rows": 1, "overlap_experts": 1}))  # fmt: skip
+    assert apart.routing > 0 and beside.backward == apart.backward
+
+
 def test_rows_reach_a_rank_of_their_node_once() -> None:
     """Of 8 experts of a token on 8 ranks, 8 (1 - (7/8)^8) = 5.25 ranks have some."""
     sparse = LLAMA | {"experts": 128, "per_token": 8, "routed": 1, "dense": 0, "ffn": 768, "ep": 8}
@@ -127,6 +134,7 @@ def test_kernels_of_many_small_experts_are_launched_longer_than_they_compute() -
     assert graphs.launches_of_both == 0 < many.launches_of_both
     waiting = step(eight.runs, calibration()), step(grouped.runs, calibration())
     causes = explain_step(eight, waiting[0]), explain_step(grouped, waiting[1])
+    assert float(eight.backward[0] - grouped.backward[0]) == pytest.approx(float(eight.experts_waits[1][0]))
     more = causes[0].pop("launches") - causes[1].pop("launches")
     assert more == pytest.approx(waiting[0].seconds - waiting[1].seconds), "what is waited for is the host's"
     assert all(causes[0][name] == pytest.approx(causes[1][name]) for name in causes[0])
@@ -143,6 +151,9 @@ def test_biases_of_experts_are_passes_where_each_expert_has_its_own() -> None:
     moved = 2 * 8192 * 4 * (23 + 6) * 2880
     assert biased.elements - plain.elements == pytest.approx(moved / plain.hbm)
     assert joined.elements == plain.elements
+    half = Kernels(Runs.from_rows([sparse | {"expert_biases": 1, "routed": 0.5, "dense": 0.5}]), calibration())
+    without = Kernels(Runs.from_rows([sparse | {"routed": 0.5, "dense": 0.5}]), calibration())
+    assert half.elements - without.elements == pytest.approx(moved / plain.hbm / 2), "of layers with a router"
 
 
 def test_a_parallel_block_sums_once_in_a_layer() -> None:
@@ -161,6 +172,9 @@ def test_what_no_gradient_needs_is_not_computed_again() -> None:
     assert all_of_it.again == all_of_it.forward
     assert all_of_it.again - needed.again == pytest.approx(needed.last_product + needed.exchange)
     assert all_of_it.again - offloaded.again == pytest.approx(needed.heads_product)
+    experts = {"recompute": 2, "drops_unused": 1, "experts": 8, "per_token": 2, "routed": 1, "dense": 0, "ep": 8}
+    sparse = Kernels(Runs.from_rows([LLAMA | experts]), calibration())
+    assert sparse.again == sparse.forward, "the rows of experts are weighted after their last product"
 
 
 def test_recomputation_trades_time_for_memory() -> None:

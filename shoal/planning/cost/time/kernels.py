@@ -333,7 +333,8 @@ class Kernels:
     def hidden_rows(self) -> np.ndarray:
         """Seconds in which rows of a layer travel, forward and backward, while another micro-batch is computed."""
         computing = self.forward - 2 * self.routing + self.computing_backward
-        return np.minimum(self.runs.overlap_rows * self.runs.overlap_experts * 4 * self.routing, computing)
+        hides = self.runs.overlap_rows * self.runs.overlap_experts * (self.runs.ep > 1)
+        return np.minimum(hides * 4 * self.routing, computing)
 
     @cached_property
     def launches_of_both(self) -> np.ndarray:
