@@ -108,7 +108,8 @@ def export_hf(
         else:
             stored.save_safetensors(made)
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document}  # not the family's default tokens
-        described = hf_config(shape, stored.dtype, str(run_folder)) | ends
+        longest = max(shape.max_sequence, config.data.sequence_length)  # rotary positions are as many as were trained
+        described = hf_config(shape.model_copy(update={"max_sequence": longest}), stored.dtype, str(run_folder)) | ends
         write_atomically(made / "config.json", json.dumps(described, indent=2))
         tokens = _write_tokenizer(tokenizer, config.model.weights, made)
         made.rename(out)

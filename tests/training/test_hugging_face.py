@@ -16,7 +16,7 @@ from shoal.cli.main import main
 from shoal.engine.checkpoint import hugging_face_export
 from shoal.engine.checkpoint.gguf import ARCHITECTURES
 from shoal.engine.checkpoint.hugging_face import HFWeights, read_hf_config
-from shoal.engine.checkpoint.manifest import list_checkpoints
+from shoal.engine.checkpoint.manifest import list_checkpoints, read_manifest
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.models.transformer import Transformer
 from shoal.planning.cost.buckets import count_elements
@@ -28,7 +28,7 @@ from shoal.spec.hugging_face import FAMILIES, hf_config, model_fields
 from shoal.spec.layout import Layout
 from shoal.testing.verify.draw import draw_run
 from shoal.training.check import check_weights
-from tests.trainings.runs import ROOT, train_in
+from tests.trainings.runs import ROOT, small_config, train_in
 from tests.trainings.runs import shoal as run_shoal
 
 PAGE = ROOT / "docs" / "hugging-face.md"
@@ -289,6 +289,17 @@ def test_imported_trained_on_a_layout_and_exported(name, pool, tmp_path):
             size = tuple(wanted.shape)
             stored.fill(key.removeprefix(before), Piece(size, Box.full(size), got := torch.empty(size)), moment)
             assert torch.equal(got, wanted), key
+
+
+def test_an_export_is_as_long_as_it_was_trained(corpus, pool, tmp_path):
+    """And the run's own model is that of the catalog, so that runs of before resume."""
+    model = {"name": "tiny", "layers": 1, "hidden": 32, "heads": 2, "ffn": 64, "max_sequence": 16}
+    config = small_config(corpus, model=model, train={"steps": 1, "validate_every": 0})
+    folder = train_in(pool, config, tmp_path / "run")
+    shoal.export_hf(folder, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 32
+    [saved] = list_checkpoints(folder / "checkpoints")
+    assert read_manifest(saved.path).extra["model"]["max_sequence"] == 16
 
 
 def test_the_table_of_families_is_true():

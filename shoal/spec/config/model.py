@@ -105,8 +105,8 @@ class ModelConfig(Section):
     def shape(self, *, vocab: int, sequence_length: int) -> ModelShape:
         """Return the catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.
 
-        A sequence longer than the catalog's makes the model's longest one longer, which an export writes; a gpt model
-        has a learned position for every token, so it gets more parameters. A shorter one leaves the model unchanged.
+        A gpt model has a learned position for every token of the sequence, so a sequence longer than the catalog's
+        adds parameters. A shorter sequence does not remove positions and leaves the model unchanged.
 
         Raises:
             UsageError: unknown name, heads that do not fit, a vocabulary smaller than the tokenizer's, or a module.
@@ -129,8 +129,9 @@ class ModelConfig(Section):
         if "window" in changed:
             changed["window"] = changed["window"] or None
         shape = base.model_copy(update=changed)
+        if shape.family == "gpt":
+            shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, sequence_length)})
         shape = shape.model_copy(update={
-            "max_sequence": max(shape.max_sequence, sequence_length),
             "rope_scaling": self._rope_scaling(shape), "latent": self._latent(shape),
             "experts": self._experts(shape), "depths": self._depths(shape),
         })
