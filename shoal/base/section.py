@@ -89,7 +89,7 @@ USUAL = {
     "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_size": "tp",
     "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp", "pipeline_parallel_size": "pp",
     "context_parallel_size": "cp", "expert_model_parallel_size": "ep", "num_layers": "layers",
-    "hidden_size": "hidden", "dtype": "precision", "zero_stage": "zero", "epochs": "steps", "num_epochs": "steps",
+    "hidden_size": "hidden", "dtype": "precision", "zero_stage": "zero",
     "files": "paths", "text": "paths", "data_path": "paths", "output_dir": "run_folder", "out_dir": "run_folder",
     "gpus": "ranks", "nproc_per_node": "ranks", "max_new_tokens": "max_tokens",
 }  # fmt: skip

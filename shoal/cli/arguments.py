@@ -48,7 +48,7 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
     file, args = split_run_file(args)
     if file and not file.exists():
         refuse_model_name(str(file), "--model" if "model" in options.model_fields else "--model.name")
-    if file and file.suffix in (".txt", ".md", ".jsonl", ".parquet"):
+    if file and file.suffix in (".jsonl", ".parquet", ".txt", ".md") and "data" in (sections or RunConfig.model_fields):
         raise UsageError(f"{file}: the first word is a run's TOML file.\n  Give a text with --data.paths {file}.")
     base = (load_config(file) if file else RunConfig.model_validate(COMMANDS[command].run or {})).model_dump()
     fields = RunConfig.model_fields

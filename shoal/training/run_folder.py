@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -145,11 +146,11 @@ def _listed(values: Mapping[str, object]) -> str:
 
 def resume_command(folder: Path, config: RunConfig) -> str:
     """Return the command that resumes a run with the same number of steps and numbers of the optimizer."""
-    words = ["shoal train --resume", str(folder)]
+    words = ["shoal", "train", "--resume", str(folder)]
     for name, value in list_changes(folder, config).items():
         if name.startswith(("train.steps", "optimizer.")) and type(value) in (int, float, str):
             words += [f"--{name.replace('_', '-')}", str(value)]
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def is_free(folder: Path) -> bool:

@@ -59,6 +59,8 @@ class StopRequests:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # The second signal of a request may still come, and would end a process that has saved its run.
+        time.sleep(max(0.0, self._counted + TOGETHER_SECONDS - time.monotonic()))
         for signum, handler in self._former.items():
             signal.signal(signum, handler)
 

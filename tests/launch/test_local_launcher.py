@@ -188,7 +188,7 @@ def test_the_second_request_kills(folder, server):
 
 def test_a_signal_to_a_process_and_to_its_group_is_one_request(monkeypatch):
     """`timeout` sends both, microseconds apart: counted as two, they killed the run in place of saving it."""
-    now = iter((0.0, 0.001, 0.3, 0.4))
+    now = iter((0.0, 0.001, 0.3, 0.4, 9.0))
     monkeypatch.setattr("shoal.training.stop.time.monotonic", lambda: next(now))
     with StopRequests() as stop:
         counts = []

@@ -1,6 +1,10 @@
 """No run ever writes into another's folder, however close together they start."""
 
 import json
+import os
+import shlex
+import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -23,6 +27,7 @@ from shoal.training.run_folder import (
     resume_command,
     with_absolute_paths,
 )
+from shoal.training.stop import TOGETHER_SECONDS, StopRequests
 from tests.trainings.runs import shoal, small_config
 
 
@@ -127,3 +132,22 @@ def test_a_file_in_its_place_is_refused(tmp_path):
     (tmp_path / "run").write_text("mine")
     with pytest.raises(UsageError, match="exists already"):
         new_run(RunConfig(), tmp_path / "run")
+
+
+def test_the_command_that_resumes_can_be_pasted(tmp_path):
+    folder = new_run(RunConfig(), tmp_path / "with space")
+    assert shlex.split(resume_command(folder, RunConfig()))[3:] == [str(folder)]
+
+
+def test_the_second_signal_of_a_request_finds_the_handler_also_after_a_short_run():
+    """A wrapper signals a process and then its group: the second came after the run had been saved, and ended it."""
+    second = threading.Timer(TOGETHER_SECONDS / 2, os.kill, [os.getpid(), signal.SIGINT])
+    with StopRequests() as stops:
+        second.start()
+        signal.raise_signal(signal.SIGINT)
+    second.join()
+    assert stops.count == 1 and not stops.preempted
+    with StopRequests() as stops:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert stops.count == 1 and stops.preempted, "the host is to be left, whichever came first"

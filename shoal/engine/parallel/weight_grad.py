@@ -159,7 +159,7 @@ class LinearFunction(torch.autograd.Function):
         biases = parameters[n:]
         ctx.sink, ctx.comm, ctx.waits, ctx.weights, ctx.biases = sink, comm, waits, weights, biases
         ctx.parts = [slice(0, n)] if joined else [slice(i, i + 1) for i in range(n)]
-        alone = comm is NO_COMM and not kernels.use_fused(x) and min(map(len, weights)) >= ALONE
+        alone = comm is NO_COMM and x.device.type == "cpu" and min(map(len, weights)) >= ALONE
         ctx.runs = ctx.parts if alone else sink.group_adjacent(weights)
         factors: Sequence[Tensor] = [join_adjacent(weights)] if joined else weights
         added = [join_adjacent(held) if (held := [b for b in biases if b is not None]) else None] if joined else biases
