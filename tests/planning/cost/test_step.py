@@ -108,7 +108,7 @@ def test_without_expert_parallelism_nothing_is_hidden() -> None:
 
 
 def test_rows_reach_a_rank_of_their_node_once() -> None:
-    """Of 8 experts of a token on 8 ranks, 8 (1 - (7/8)^8) = 5.25 ranks have some."""
+    """A token's 8 experts are on 8 (1 - (7/8)^8) = 5.25 of 8 ranks, in the mean, and one row goes to each."""
     sparse = LLAMA | {"experts": 128, "per_token": 8, "routed": 1, "dense": 0, "ffn": 768, "ep": 8}
     each, once = (Kernels(Runs.from_rows([sparse | {"rows_once": once}]), calibration()) for once in (0, 1))
     latency = each.group(np.array([8]), 1).exchange_latency
