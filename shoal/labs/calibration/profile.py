@@ -35,7 +35,7 @@ def build_profile(found: CoreMeasurements, memory: float, source: str) -> dict[s
     """Return the tables of a catalog file, with the bytes that the ranks share and the source of every entry."""
     peaks, constants = fit_products(found)
     bandwidth = 2 * 4 * measure.COPIED / found.copy
-    constants |= {"sharp": 1.0, "hbm": 1.0, "hide_data": 0.0, "hide_tensor": 0.0, "inside": 1.0, "contention": 1.0,
+    constants |= {"hbm": 1.0, "hide_data": 0.0, "hide_tensor": 0.0, "inside": 1.0, "contention": 1.0,
                   "collective_launch": 0.0, "wait": 0.0, "launch_exchange": 0.0, "hop": 0.0}  # fmt: skip
     constants["accumulate"] = 0.0  # included in the measured models
     constants["stragglers"] = found.waits / max(1.0, log2(found.cores))

@@ -104,7 +104,12 @@ def leaving(row: Row, node: Node, per_node: float) -> float:
 
 def vocabulary(row: Row) -> int:
     """Return the vocabulary where none is published: GPT-2's, unpadded in vTrain's `src/config.py`."""
-    return 50257 if "ground_truth_single" in (row.get("source_loc") or "") else VOCABULARY
+    return 50257 if _of_vtrain(row) else VOCABULARY
+
+
+def _of_vtrain(row: Row) -> bool:
+    """Whether the row is of vTrain's runs on one node."""
+    return "ground_truth_single" in (row.get("source_loc") or "")
 
 
 def attention(row: Row, default: str) -> str:
@@ -121,6 +126,8 @@ def attention(row: Row, default: str) -> str:
 def recomputed(row: Row) -> str | None:
     """Return one of `shoal.planning.cost.batched_runs.RECOMPUTE`, "" if not stated, or None if none of them."""
     text = (row.get("recompute") or "").lower()
+    if _of_vtrain(row):  # whatever its configurations state: docs/validate.md
+        return "none"
     if not text:
         return ""
     if text.startswith(("none", "0 of")):
@@ -234,6 +241,8 @@ def framework(row: Row) -> str:
     megatron-2026 in the catalog.
     """
     name = row.get("framework") or ""
+    if _of_vtrain(row):
+        return "vTrain"
     release = re.search(r"Megatron-Bridge\) (\d+\.\d+)", name)
     fused = release and release[1] >= "26.06" and "MXFP8" in (row.get("precision") or "") and row.get("arch") == "moe"
     return "Megatron-Bridge with fused experts" if fused else name

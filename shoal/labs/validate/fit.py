@@ -9,7 +9,7 @@ Each fit starts at the priors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -17,10 +17,11 @@ from shoal.labs.validate.rows import Point, stack
 from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
+from shoal.spec.catalog.accuracy import Kind
 from shoal.spec.catalog.calibration import Calibration, Constant, constant_names
 
 WEIGHTS = {"A": 1.0, "B": 0.4, "M": 1.0, "C": 0.1}  # by quality
-SCALES = {"time": 0.08, "memory": 0.05}  # size of residuals above which they count less
+SCALE = 0.05  # size of residuals above which they count less
 ITERATIONS = 60  # maximum
 FURTHEST = 0.7  # maximum change of a logarithm in an iteration
 
@@ -167,11 +168,10 @@ def minimise(
 def fit_constants(points: Sequence[Point], constants: Calibration, iterations: int = ITERATIONS) -> Calibration:
     """Fit the constants of time, then of memory, to points and priors; the given values are not used."""
     constants = constants.expected()
-    for what in ("time", "memory"):
+    for what in get_args(Kind):
         problem = FitProblem(points, what, constants)
         if problem.points:
-            logs, scale = problem.start(), SCALES[what]
-            found = minimise(problem.residuals, problem.jacobian, logs, problem.prior, scale, iterations)
+            found = minimise(problem.residuals, problem.jacobian, problem.start(), problem.prior, SCALE, iterations)
             constants = problem.constants_at(found)
     return constants
 
@@ -179,7 +179,7 @@ def fit_constants(points: Sequence[Point], constants: Calibration, iterations: i
 def find_at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]:
     """Return a line for each constant that affects the points and is at a bound."""
     lines = []
-    for what in SCALES:
+    for what in get_args(Kind):
         problem = FitProblem(points, what, constants)
         logs, prior = problem.start(), problem.prior
         for (name, index), at, least, most in zip(problem.parameters, logs, prior.least, prior.most, strict=True):

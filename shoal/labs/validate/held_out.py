@@ -6,9 +6,9 @@ left out. Measurements on one cluster share much of their error, so a cluster th
 interval, and software that it has not seen a wider one again.
 
 `coverage` tests the intervals: the width for a model, cluster or software is of all others. A quantile of few groups is
-too narrow for the next one. So it is the smallest, in steps of 0.05 %, of which the intervals hold 80 % of a software
-left out, in the mean: conformal prediction with the software as the unit, calibrated by leaving one out. Of models and
-clusters, which differ much in their number of measurements, they hold 80 % in the mean of measurements and of groups.
+too narrow for the next one. So it is the smallest, in steps of 0.05 %, of which the intervals hold 80 % of what was
+left out: conformal prediction, calibrated by leaving one group out. As groups differ much in their number of
+measurements, this is the mean of two percentages: of all measurements, and of a group's in the mean.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from shoal.labs.validate.fit import FURTHEST, SCALES, FitProblem
+from shoal.labs.validate.fit import FURTHEST, SCALE, FitProblem
 from shoal.labs.validate.rows import Point
 from shoal.labs.validate.score import Errors
 from shoal.planning.estimate import accuracy_key, cluster_kind
-from shoal.spec.catalog.accuracy import SIZES, Class, LeftOut, broader_classes
+from shoal.spec.catalog.accuracy import SIZES, Class, Kind, LeftOut, broader_classes
 from shoal.spec.catalog.calibration import Calibration
 
 INSIDE = 0.8  # fraction of the measurements inside an interval
@@ -51,14 +51,14 @@ def leave_out(points: Sequence[Point], constants: Calibration, groups: np.ndarra
     fitted to all points (the infinitesimal jackknife: Giordano et al. 2019, "A Swiss Army infinitesimal jackknife").
     """
     found = np.full((2, len(points)), np.nan)
-    for kind, what in enumerate(SCALES):
+    for kind, what in enumerate(get_args(Kind)):
         problem = FitProblem(points, what, constants)
         at = np.array([i for i, p in enumerate(points) if problem.uses(p)])
         if not len(at):
             continue
-        logs, prior, scale, count = problem.start(), problem.prior, SCALES[what], len(at)
+        logs, prior, count = problem.start(), problem.prior, len(at)
         r, slopes = problem.residuals(logs), problem.jacobian(logs)
-        weight = 1 / (1 + (r / scale) ** 2 / 2) / scale**2
+        weight = 1 / (1 + (r / SCALE) ** 2 / 2) / SCALE**2
         pull = (logs - prior.expected) / prior.sure**2
         of_row = np.tile(groups[at], len(r) // count)
         curvature = (slopes * weight[:, None]).T @ slopes + np.diag(1 / prior.sure**2)
@@ -100,7 +100,7 @@ class HeldOut:
         keys = [accuracy_key(p.run) for p in points]
         software, size, special = (np.array(each) for each in zip(*keys, strict=True))
         self.keys, self.software, self.size, self.special = keys, software, size, special
-        self.levels = [self._calibrate(row) for row in range(len(SCALES))]
+        self.levels = [self._calibrate(row) for row in range(len(get_args(Kind)))]
 
     def _calibrate(self, row: int) -> float:
         """Return the quantile of errors that is half of an interval."""
@@ -109,7 +109,7 @@ class HeldOut:
 
         def held(level: float) -> float:
             inside, means = self._hold(row, level)
-            return float(means.mean() if self.split == "software" else (inside.mean() + means.mean()) / 2)
+            return float(inside.mean() + means.mean()) / 2
 
         return next((level for level in np.arange(INSIDE, 1, 0.0005).tolist() if held(level) >= INSIDE), 1.0)
 
@@ -201,10 +201,10 @@ def hold_out(points: Sequence[Point], constants: Calibration) -> list[HeldOut]:
 def accuracy_text(held_out: Sequence[HeldOut]) -> str:
     """Return `accuracy.toml`: errors, a line for each class of runs, and the clusters that were measured."""
     lines = []
-    for row, kind in enumerate(SCALES):
+    for row, kind in enumerate(get_args(Kind)):
         entries = (entry for each in held_out for entry in each.entries(row))
         lines += [f"{kind} = [", *(f"    {_inline(entry)}," for entry in entries), "]", ""]
-    for row, kind in enumerate(SCALES):
+    for row, kind in enumerate(get_args(Kind)):
         known = ~np.isnan(held_out[0].errors[row])
         measured = [held_out[0].points[i].run for i in np.flatnonzero(known).tolist()]
         pairs = {(run.software.family, cluster_kind(run)) for run in measured}

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from shoal.base.files import write_atomically
-from shoal.labs.validate.fit import SCALES
 from shoal.labs.validate.rows import Left
 from shoal.labs.validate.score import Scored, group_by, totals
 from shoal.labs.validate.validation import Validation
 from shoal.report.charts import draw_scatter, new_figure, to_svg
 from shoal.report.page import page
 from shoal.report.tables import html_table, html_tiles, table_lines
+from shoal.spec.catalog.accuracy import Kind
 
 HEADS = (
     "times", "median", "90 %", "bias", "in 80 %", "memory", "median", "90 %", "bias", "in 80 %", "did not fit",
@@ -68,7 +69,7 @@ def _ratios(graded: Scored) -> list[str]:
 def _held_out(found: Validation) -> list[str]:
     """Return a table of errors of what a fit had not seen, and of how many of them intervals hold."""
     rows = []
-    for row, kind in enumerate(SCALES):
+    for row, kind in enumerate(get_args(Kind)):
         for held_out in found.held_out:
             if held_out.counts(row) > 1:
                 of = held_out.coverage(row)

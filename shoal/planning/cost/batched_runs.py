@@ -101,6 +101,7 @@ class Runs:
     # Properties of the software, as in `Software`.
     gradient_bytes: np.ndarray = _optional(4)
     reduce_bytes: np.ndarray = _optional(4)
+    fused_accumulation: np.ndarray = _optional(0)
     overlap_data: np.ndarray = _optional(1)
     overlap_gather: np.ndarray = _optional(0)
     overlap_tensor: np.ndarray = _optional(0)

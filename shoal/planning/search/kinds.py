@@ -20,7 +20,7 @@ from shoal.spec.layout import Layout
 
 TIE = 0.05
 """Relative difference of two step times that estimates cannot rank: the error of the ratio of two published times of
-one model on one cluster, in the median of a family's pairs and of families (`shoal validate` prints it: 5.3 %)."""
+one model on one cluster, in the median of a family's pairs and of families (`shoal validate` prints it: 5.4 %)."""
 ACROSS = 0.16
 """The same for layouts with tensor parallelism across nodes against others, for 80 % of the pairs (15.6 %): mostly the
 estimate across nodes is too short, and in none of these families was such a layout measured to be fastest."""

@@ -12,7 +12,7 @@ import tomli_w
 from shoal.pipeline.from_layout import virtual_stages
 from shoal.planning.run import EstimatedRun
 
-MEGATRON = ("megatron-2019", "megatron-2021", "megatron-core", "megatron-2026", "zero-bubble")
+MEGATRON = ("megatron-2019", "megatron-2021", "megatron-2022", "megatron-core", "megatron-2026", "zero-bubble")
 
 MEGATRON_FORMATS = {
     "bf16": "--bf16", "fp16": "--fp16", "fp8": "--bf16 --fp8-format hybrid",

@@ -123,7 +123,8 @@ class Calibration:
         """
         for name in values:
             if name not in self.values:
-                raise UsageError(f"catalog: there is no constant '{name}'; {did_you_mean(name, self.values)}")
+                more = "Or measure again with this version: shoal calibrate."
+                raise UsageError(f"catalog: there is no constant '{name}'; {did_you_mean(name, self.values)}\n  {more}")
         of = {name: len(found) if isinstance(found, tuple) else 0 for name, found in self.values.items()}
         return self._with({name: (value,) * of[name] if of[name] else value for name, value in values.items()})
 

@@ -25,6 +25,9 @@ class Software(Section):
     attention: AttentionKernel  # Attention kernel, if a publication does not name one
     gradient_bytes: PositiveInt  # Bytes per element of gradients accumulated over micro-batches
     reduce_bytes: PositiveInt  # Bytes per element of gradients while they are reduced
+    # Whether the products of weights' gradients add to the sum over micro-batches (Megatron-LM's
+    # `gradient_accumulation_fusion`), instead of a kernel that reads each gradient and the sum
+    fused_accumulation: bool = False
     overlap_data: bool = False  # Whether gradients are reduced during backward
     overlap_gather: bool = False  # Whether ZeRO-1 gathers updated parameters during forward
     overlap_tensor: bool = False  # Whether tensor-parallel reductions overlap with weight gradients
@@ -142,7 +145,7 @@ def software_named(text: str, year: float = 2025) -> Software:
     """Return the entry that a publication from some year refers to.
 
     >>> software_named("Megatron-LM", 2022).name, software_named("Megatron-LM", 2024).name, software_named("new").name
-    ('megatron-2021', 'megatron-core', 'other')
+    ('megatron-2022', 'megatron-core', 'other')
     """
     known = software_table()
     found = [

@@ -58,7 +58,7 @@ from shoal.spec.layout import Layout
 
 PEAK, BANDWIDTH = 1e11, 2e10
 TRUE = {
-    "product": 1.0, "short_m": 20.0, "short_k": 30.0, "flash_2": 0.3, "narrow_head": 20.0, "sharp": 1.0, "hbm": 1.0,
+    "product": 1.0, "short_m": 20.0, "short_k": 30.0, "flash_2": 0.3, "narrow_head": 20.0, "hbm": 1.0,
     "short_sequence": 40.0, "launch_backward": 1.5, "launch_selective": 0.7,
     "launch": 1e-4, "passes_loss": 9.0, **{name: 2 * value for name, value in PASSES.items()},
 }  # fmt: skip

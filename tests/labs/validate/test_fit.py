@@ -95,7 +95,7 @@ def test_what_is_left_out_is_not_seen() -> None:
     refitted = np.log(estimate_points(stack(mine), mine, rest)[0] / [p.seconds for p in mine])
     stepped = errors[0][one]
     apart = np.abs(stepped[~np.isnan(stepped)] - refitted)
-    assert np.median(apart) < 0.01 and apart.max() < 0.05, "one Newton step is nearly a fit"
+    assert np.median(apart) < 0.015 and apart.max() < 0.05, "one Newton step is nearly a fit"
     assert np.nanmedian(np.abs(errors[0])) < 0.06, "models that were not seen are estimated nearly as well"
 
 

@@ -134,9 +134,11 @@ def test_stages_of_a_pipeline_rank_that_are_not_stated_are_the_fastest_that_fit(
     ],
 )
 def test_what_a_source_says_of_its_runs(location: str, gpus: int, reduced: int, blocking: bool) -> None:
-    found = read_row(row(layout=(gpus, 1, 1), global_batch=gpus, source_loc=location, step_time_s=1), "file")
+    stated = {"source_loc": location, "recompute": "full"}
+    found = read_row(row(layout=(gpus, 1, 1), global_batch=gpus, step_time_s=1, **stated), "file")
     software = found.run.software
     assert (software.gradient_bytes, software.reduce_bytes, software.blocking) == (reduced, reduced, blocking)
+    assert found.run.layout.recompute == ("none" if "ground_truth_single" in location else "full"), "whatever is stated"
     bridge = read_row(row(framework="Megatron-Core (Megatron-Bridge) 26.06", step_time_s=1), "file").run.software
     assert (bridge.gradient_bytes, bridge.reduce_bytes) == (2, 2), "by its recipes"
     for release, kind, arch, fused in (

@@ -346,9 +346,14 @@ class Kernels:
     @cached_property
     def layer(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a layer's forward and backward, at least the host's launch time."""
-        sharp = self.constants["sharp"]
-        forward = soft_max(self.forward, self.host, sharp)
-        return forward, soft_max(self.forward + self.backward, self.launches_of_both, sharp) - forward
+        forward = self.longer(self.forward, self.host)
+        return forward, self.longer(self.forward + self.backward, self.launches_of_both) - forward
+
+    def longer(self, computing: np.ndarray, launching: np.ndarray) -> np.ndarray:
+        """Return the longer of both times: the device computes while its host launches. Their sum where the host waits
+        for each kernel, or computes itself."""
+        apart = (self.runs.blocking > 0) | (self.runs.through_memory > 0)
+        return np.where(apart, computing + launching, np.maximum(computing, launching))
 
     # ---- the ends ------------------------------------------------------------------------------------------------
 

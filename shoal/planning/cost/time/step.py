@@ -96,8 +96,7 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     def passing(layers: np.ndarray, head: np.ndarray | float, host: np.ndarray | float) -> np.ndarray:
         """Return the time of a micro-batch through some layers: computing, or launching if longer and awaited."""
         computing, launched = layers * device + head, layers * launching + host
-        longer = np.where(r.blocking > 0, computing + launched, soft_max(computing, launched, c["sharp"]))
-        return np.where(waits, longer, computing)
+        return np.where(waits, k.longer(computing, launched), computing)
 
     most = np.where(r.pp > 1, passing(most_layers, 0.0, host), 0.0)
     hop, shown = _messages(k)
@@ -118,7 +117,8 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     sharding = _sharding(k, parts, most_layers * forward + ends / 3, most_layers * backward + ends * 2 / 3)
     slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
     added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: gradient read, its sum read and written
-    accumulate = np.where((r.zero < 3) | r.unsharded, added * r.microbatches / k.hbm, 0.0)
+    apart = (r.fused_accumulation == 0) & ((r.zero < 3) | r.unsharded)
+    accumulate = np.where(apart, added * r.microbatches / k.hbm, 0.0)
     update = shard_parameters(r, weights, most_layers) * c["update"] / k.hbm
     reduction = _reduction(k, parts, most_layers * k.forward, most_layers * k.backward)
     sharing = sharding * slower + reduction
