@@ -17,11 +17,11 @@ from shoal.report.planning.tables import words
 from shoal.report.tables import table_lines
 
 LARGE = 30e9  # parameters
-OF_A_SOURCE = 2  # layouts
+MOST, OF_A_SOURCE = 12, 2  # layouts, in all and of a file
 RECOMPUTE = ("none", "selective", "full")
 
 
-def select_layouts(points: Sequence[Point], most: int = 12) -> list[Point]:
+def select_layouts(points: Sequence[Point]) -> list[Point]:
     """Return the published layouts with the most tokens per second and accelerator, of the largest dense models.
 
     One for each shape of a model, accelerator and software, and at most `OF_A_SOURCE` of each file.
@@ -40,7 +40,7 @@ def select_layouts(points: Sequence[Point], most: int = 12) -> list[Point]:
         taken[point.file] += 1
         if taken[point.file] <= OF_A_SOURCE:
             chosen.append(point)
-    return chosen[:most]
+    return chosen[:MOST]
 
 
 def _rate(point: Point) -> float:

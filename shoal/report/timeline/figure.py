@@ -29,27 +29,22 @@ HALVES = np.array([(0.0, 1.0), (0.0, 0.5), (0.5, 0.5)])  # offset and height of 
 
 
 @styled
-def draw_timelines(charts: Sequence[Chart], *, width: float = PAGE) -> Figure:
-    """Draw timelines above each other on one time axis, with a legend.
-
-    Args:
-        charts: charts whose times are all in the same unit.
-        width: width of the figure [pt].
-    """
+def draw_timelines(charts: Sequence[Chart]) -> Figure:
+    """Draw timelines, whose times are all in the same unit, above each other on one time axis, with a legend."""
     end = max(chart.timeline.step_time for chart in charts) or 1.0
     ranks = [chart.timeline.ranks for chart in charts]
     lane = max(2.0, min(11.0, 150 / max(ranks)))
     handles = [Patch(color=colour(paint), label=name) for paint, name in legend(charts)]
     if has_shades(charts):
         handles.append(Patch(color="none", label="lighter: a later stage of the rank"))
-    columns = max(1, int(width / 125))
+    columns = int(PAGE / 125)
     height = sum(ranks) * lane + 18 * len(charts) + 22 + 12 * -(-len(handles) // columns)
-    figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
+    figure = Figure(figsize=(PAGE / 72, height / 72), layout="constrained")
     every = figure.subplots(len(charts), squeeze=False, sharex=True, height_ratios=ranks)[:, 0]
     for axes, chart in zip(every, charts, strict=True):
         axes.set(xlim=(0, end), ylim=(chart.timeline.ranks, 0))
-        _draw_lanes(axes, chart, (width - 40) / end, lane)
-    unit, numbers = axis(end, int(width / 45), seconds=charts[0].seconds)
+        _draw_lanes(axes, chart, (PAGE - 40) / end, lane)
+    unit, numbers = axis(end, int(PAGE / 45), seconds=charts[0].seconds)
     *others, (_, last) = numbers
     labels = [*(number for _, number in others), f"{last} {unit}"]
     every[-1].set_xticks([share * end for share, _ in numbers], labels, size=FONT)

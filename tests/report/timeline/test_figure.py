@@ -64,7 +64,7 @@ def test_two_actions_at_once_share_their_lane():
 
 
 def test_the_svg_is_true_to_size_and_has_the_numbers_of_the_micro_batches():
-    text = to_svg(draw_timelines([chart(name) for name in SHOWN], width=504))
+    text = to_svg(draw_timelines([chart(name) for name in SHOWN]))
     root = ElementTree.fromstring(text)
     assert root.get("width") == "504pt"
     words = [node.text for node in root.iter() if node.tag.endswith("text")]

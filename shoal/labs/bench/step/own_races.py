@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.nn.functional as F
@@ -157,17 +158,8 @@ def own_deepspeed(workload: Workload, rank: int, ranks: int) -> Step:
         "train_micro_batch_size_per_gpu": workload.sequences // ranks, "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 1, "overlap_comm": True},
     })  # fmt: skip
-    return _train(workload, rank, ranks, engine, _EngineOptimizer(engine), backward=engine.backward)
-
-
-class _EngineOptimizer:
-    """The update of DeepSpeed's engine, which also clears the gradients."""
-
-    def __init__(self, engine: Any):
-        self.step = engine.step
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        pass
+    update = SimpleNamespace(step=engine.step, zero_grad=lambda set_to_none: None)  # the step clears the gradients
+    return _train(workload, rank, ranks, engine, update, backward=engine.backward)
 
 
 def _tell_ranks(rank: int, ranks: int) -> None:

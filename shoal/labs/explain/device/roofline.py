@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from timeit import Timer
 from typing import NamedTuple
 
 from rich.console import Console
@@ -156,11 +157,6 @@ def measure_products() -> tuple[float, float, dict[str, Placed]]:
 def _time(step: Callable[[], object]) -> float:
     """Return the CPU seconds of one call, the least over three series of calls."""
     step()
-    found = []
-    for _ in range(3):
-        begin, calls = time.process_time(), 0
-        while (spent := time.process_time() - begin) < REPEATED / 3:
-            step()
-            calls += 1
-        found.append(spent / calls)
-    return min(found)
+    timer = Timer(step, timer=time.process_time)
+    calls = 1 + int(REPEATED / 3 / timer.timeit(1))
+    return min(timer.repeat(3, calls)) / calls
