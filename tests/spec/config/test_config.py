@@ -115,6 +115,7 @@ def test_a_config_cannot_be_changed():
         ("[train]\ntp = 2", "there is no key 'train.tp'; did you mean 'parallel.tp'?"),
         ("steps = 2", "there is no key 'steps'; did you mean 'train.steps'?"),
         ("[optimizer]\nlr = 2", "there is no key 'optimizer.lr'; did you mean 'optimizer.learning_rate'?"),
+        ("[train]\nepochs = 2", "there is no key 'train.epochs'; allowed: "),  # which are not steps
         ("[checkpoint]\nxyz = 2", "there is no key 'checkpoint.xyz'; allowed: asynchronous, every, folder, keep"),
         ("[parallel]\ntp = 0", "parallel.tp = 0: input should be greater than 0"),
         ("[parallel]\nzero = 4", "parallel.zero = 4: input should be 0, 1, 2 or 3"),

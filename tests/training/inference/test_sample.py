@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import sys
 from functools import cache
@@ -303,6 +304,8 @@ def test_a_run_ends_with_a_sample_of_its_held_out_text_or_of_the_given_prompt(ti
     config = source.config.replace(metrics={"sample_prompt": given})
     found, text = sample_run(folder, config, source.shape, held_out, pytest.fail)
     assert found == prompt and bool(text) == bool(prompt)
+    assert not prompt or not text.startswith(prompt), "the display prints the prompt before the text"
+    assert source.window == config.data.sequence_length < source.shape.max_sequence
 
 
 def test_what_is_no_run_is_refused(tied, tmp_path, capsys):
@@ -312,6 +315,12 @@ def test_what_is_no_run_is_refused(tied, tmp_path, capsys):
     for near in ("checkpoints", "run.toml"):
         assert main(["sample", str(folder / near), "def "]) == 2
         assert f"\n  Did you mean {folder}?" in capsys.readouterr().err
+    for name, seconds in (("b", 5), ("a", 9), ("c", 7)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.toml").touch()
+        os.utime(tmp_path / name / "run.toml", (seconds, seconds))
+    assert main(["sample", str(tmp_path), "def "]) == 2
+    assert f"\n  Did you mean {tmp_path / 'a'}?" in capsys.readouterr().err, "the newest"
     shutil.copy(folder / "run.toml", tmp_path / "run.toml")
     assert main(["sample", str(tmp_path), "def "]) == 2
     assert "has no good checkpoint" in capsys.readouterr().err
