@@ -14,9 +14,12 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.own.definition import load_own_model
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.planning.auto.own_loss import with_plan
+from shoal.planning.cost.time.communication import ring_group
+from shoal.planning.cost.time.engine_layer import attained
 from shoal.planning.own_counts import OwnCounts, count_chain, count_own_model
 from shoal.planning.own_estimate import estimate_own_model
 from shoal.planning.own_search import plan_own_model
+from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.config import RunConfig
 from shoal.training.check import check
 from shoal.training.samples import open_samples
@@ -103,6 +106,23 @@ def test_a_pipeline_of_equal_modules_waits_as_its_schedule_says(pp, passes, kept
     split = run.estimate(run.config.parallel.model_copy(update={"schedule": "zb-h1"}))
     assert split.compute == found.compute and split.pipeline == pytest.approx(found.pipeline / 3, rel=0.2)
     assert again.memory["activations"] == pytest.approx((kept + 1) * 64 * 20_000 * 4, rel=1e-3)  # one as it is rebuilt
+
+
+@pytest.mark.parametrize(("pp", "dp", "cluster"), [
+    (2, 1, "2x2xH100-IB100"), (2, 2, "1x4xH100-IB100"), (2, 2, "2x2xH100-IB100"), (4, 1, "2x2xH100-IB100"),
+])  # fmt: skip
+def test_a_micro_batch_waits_for_the_messages_between_stages(pp, dp, cluster):
+    """Within a node, or between nodes if any two stages are not on one."""
+    run = shoal.Run(
+        model=lambda: nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(pp))), pipeline=("",),
+        loss=lambda m, b: (m(b[0].sum((1, 2, 3)).view(-1, 1).expand(-1, 4096)).sum(), 1), data=plain.Images,
+        layout=shoal.Layout(dp=dp, pp=pp, micro_batch=64, schedule="1f1b"), global_batch=64 * dp,
+    )  # fmt: skip
+    found = run.estimate(cluster=cluster)
+    link, hop = ring_group(attained(found.cluster), pp, dp), cluster_calibration(found.cluster).numbers["hop"]
+    message = 64 * 4096 * 4 / link.hop + link.hop_latency + hop
+    others = (pp - 1) * (found.compute + 2 * message)  # the other stages compute as much
+    assert found.pipeline == pytest.approx(others, rel=1e-3)
 
 
 class Attention(nn.Module):

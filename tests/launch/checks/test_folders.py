@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.optim.build import RULES, build
 from shoal.engine.optim.shards import Shards
-from shoal.launch.checks.folders import check_disk, checkpoint_bytes
+from shoal.launch.checks.folders import check_disk, checkpoint_bytes, most_checkpoints
 from shoal.launch.checks.memory import count_rank_memory
 from shoal.planning.cost.memory.optimizer_state import least
 from shoal.spec.config import build_config as config_of
@@ -49,6 +51,13 @@ def test_checkpoints_that_have_no_room_are_refused(
             continue
         with pytest.raises(UsageError, match=rf"checkpoints: {most} of .* are kept together"):
             check_disk(config, shape, tmp_path, existing)
+
+
+@given(steps=st.integers(1, 60), every=st.integers(0, 20), keep=st.integers(1, 8))
+def test_a_run_has_a_checkpoint_more_at_once_than_it_keeps_if_it_saves_as_many(steps, every, keep):
+    config = config_of({"train": {"steps": steps}, "checkpoint": {"every": every, "keep": keep}})
+    saved = {step for step in range(1, steps + 1) if step == steps or every and step % every == 0}
+    assert most_checkpoints(config) == min(len(saved), keep + 1)
 
 
 def test_a_rank_holds_the_numbers_of_an_estimate_of_the_curvature_besides() -> None:

@@ -356,6 +356,10 @@ def test_a_claim_has_room_for_the_checkpoints_that_the_run_saves(capfd):
     assert main(words.split()) == 0
     [_, claim, _] = yaml.safe_load_all(capfd.readouterr().out)
     assert claim["spec"]["resources"]["requests"]["storage"] == "1Gi"  # of 2 in 200 steps
+    assert main([*words.split(), "--model.name", "llama-3.2-1b", "--model.vocab", "128256"]) == 0
+    [_, claim, _] = yaml.safe_load_all(capfd.readouterr().out)
+    size = 2 * 2 * 12 * 1_235_814_400  # two runs of two, with weights and moments in float32
+    assert claim["spec"]["resources"]["requests"]["storage"] == f"{size // 2**30 + 1}Gi"
 
 
 def test_the_program_that_submits_is_named_where_it_lacks(monkeypatch):
