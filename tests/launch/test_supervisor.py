@@ -65,6 +65,7 @@ def test_a_lost_rank_is_named_and_nothing_is_lost(faults, supervised, undisturbe
             traces = [json.loads((folder / each).read_text()) for each in failure["recordings"]]
             assert f"recorded before: {folder / failure['recordings'][int(rank)]}" in said
             assert all(each["entries"] and each["pg_config"] for each in traces)
+    assert not events(folder, "resumed")  # a user resumes
     assert all(f"restart {i} of at most {limit} without progress" in said for i in range(1, limit))
     assert end["code"] == 0 and end["failures"] == limit - 1 and 0 < end["effective"] < 1
     assert f"effective training time {end['effective']:.1%}" in said

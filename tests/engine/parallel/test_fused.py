@@ -1,6 +1,7 @@
 """Steps with fused operators, by their references on the CPU, compute what steps without them compute."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,17 @@ def test_matrices_are_multiplied_alone_or_together(pool: Pool, parallel: dict[st
         assert same_loss == loss
         for name, gradient in expected.items():
             torch.testing.assert_close(actual[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(("device", "rows", "together"), [
+    ("cpu", weight_grad.ALONE - 1, True), ("cpu", weight_grad.ALONE, False), ("meta", weight_grad.ALONE, True),
+])  # fmt: skip
+def test_only_the_cpu_multiplies_wide_matrices_alone(device: str, rows: int, together: bool) -> None:
+    grouped: list[Any] = []
+    sink = SimpleNamespace(group_adjacent=lambda weights: grouped.append(weights) or [slice(0, 2)])
+    x, *weights = (torch.empty(n, 4, device=device) for n in (3, rows, 2 * rows))
+    weight_grad.LinearFunction.apply(sink, weight_grad.NO_COMM, False, False, 2, x, *weights, None, None)
+    assert bool(grouped) == together
 
 
 @pytest.mark.parametrize(("parallel", "scales"), [({}, "row"), ({"tp": 2, "sequence_parallel": True}, "tensor")])

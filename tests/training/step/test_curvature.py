@@ -10,14 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.data.batches import SyntheticDataset
+from shoal.engine.data.batches import Dataset, MixtureDataset, SyntheticDataset
 from shoal.engine.models.initial import Initial, fill
 from shoal.engine.models.labels import ELSEWHERE, draw_labels, label_key
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
-from shoal.spec.config import build_config
+from shoal.spec.config import MixtureSource, build_config
 from shoal.spec.layout import Layout
 from shoal.training.check import check
 from shoal.training.dry_run.tracker import Tracker
@@ -51,7 +51,7 @@ def test_labels_come_as_often_as_the_model_says():
     torch.testing.assert_close(found, logits.softmax(0), rtol=0, atol=4e-3)  # 4 standard deviations at most
 
 
-def engine_of(rule: str) -> tuple[Engine, Transformer]:
+def engine_of(rule: str, samples: Dataset | None = None) -> tuple[Engine, Transformer]:
     """An engine in float64, and a plain model of the same weights."""
     model = {"name": "tiny-gpt", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 12}
     config = build_config({
@@ -61,7 +61,7 @@ def engine_of(rule: str) -> tuple[Engine, Transformer]:
     shape = check(config)
     plain = Transformer(shape).double()
     initialise(plain, config.train.seed)
-    return Engine(config, shape, Mesh(config.parallel, 0), SyntheticDataset(shape.vocab, 8, 0)), plain
+    return Engine(config, shape, Mesh(config.parallel, 0), samples or SyntheticDataset(shape.vocab, 8, 0)), plain
 
 
 def by_name(engine: Engine, tensors) -> dict[str, torch.Tensor]:
@@ -130,6 +130,25 @@ def test_what_is_alive_besides_when_a_backward_of_an_estimate_begins(rule, numbe
     whole = [StagePart(range(engine.shape.layers))]
     said = state_bytes(engine.shape, Layout(), engine.policy.formats, rule, whole).estimating
     assert said == pytest.approx(max(seen), abs=0.05 * size)
+
+
+@pytest.mark.parametrize("rule", ["sophia-g", "sophia-h"])
+def test_passes_of_an_estimate_count_for_no_source(rule):
+    """Their labels, or weights, are not those of the training."""
+    samples = MixtureDataset(
+        {name: SyntheticDataset(259, 8, seed) for seed, name in enumerate(("web", "code"))},
+        {name: MixtureSource() for name in ("web", "code")}, seed=0, sequence_length=8,
+    )  # fmt: skip
+    engine, _ = engine_of(rule, samples)
+    batches = engine.get_batches(0)
+    tokens = sum(batch.unmasked() for batch in batches)
+    engine.step(0, dry=True)
+    expected = engine.source_losses.take()
+    assert set(expected) == {"web", "code"}
+    estimate(engine, 0, batches, tokens)
+    assert engine.source_losses.take() == {}
+    engine.step(0, dry=True)
+    assert engine.source_losses.take() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
