@@ -56,7 +56,7 @@ def test_checkpoints_that_have_no_room_are_refused(
 @given(steps=st.integers(1, 60), every=st.integers(0, 20), keep=st.integers(1, 8))
 def test_a_run_has_a_checkpoint_more_at_once_than_it_keeps_if_it_saves_as_many(steps, every, keep):
     config = config_of({"train": {"steps": steps}, "checkpoint": {"every": every, "keep": keep}})
-    saved = {step for step in range(1, steps + 1) if step == steps or every and step % every == 0}
+    saved = {step for step in range(1, steps + 1) if step == steps or (every and step % every == 0)}
     assert most_checkpoints(config) == min(len(saved), keep + 1)
 
 
