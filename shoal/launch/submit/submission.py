@@ -12,9 +12,8 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,7 +32,6 @@ from shoal.training.check import check
 STORE_PORT = 29400  # torchrun's default for its rendezvous
 JOIN_SECONDS = 3600  # in which all nodes must have started
 GIB = 1 << 30
-PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
 @dataclass(frozen=True)
@@ -155,26 +153,16 @@ class _PlacedRun:
         ])  # fmt: skip
 
 
-def fill_template(name: str, values: Mapping[str, object]) -> str:
-    """Return the template of a file that a cluster reads with its placeholders ``{{name}}`` replaced.
+def _fill(template: str, run: _PlacedRun, **more: object) -> str:
+    """Fill a file that a cluster reads, in Jinja's syntax."""
+    import jinja2  # torch needs it too
 
-    A line with a value of None is left out. A value of several lines, which stands alone on its line, keeps the
-    placeholder's indentation on each of them. Blank lines that follow each other become one.
-
-    Args:
-        name: file among the templates.
-    """
-    lines = []
-    for line in (files(__package__) / "templates" / name).read_text().splitlines():
-        found = PLACEHOLDER.findall(line)
-        if any(values[each] is None for each in found):
-            continue
-        newline = "\n" + line[: len(line) - len(line.lstrip())]
-        filled = line
-        for each in found:
-            filled = filled.replace(f"{{{{{each}}}}}", str(values[each]).replace("\n", newline))
-        lines += [part.rstrip() for part in filled.split("\n")] if found else [filled]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+    jinja = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    jinja.filters["json"] = json.dumps
+    return jinja.get_template(template).render(run=run, job=run.job, **more)
 
 
 def _for_slurm(run: _PlacedRun) -> Submission:
@@ -182,25 +170,15 @@ def _for_slurm(run: _PlacedRun) -> Submission:
     if job.image:
         mounts = '"$PWD:$PWD"' + (f",{job.volume}:{job.volume}" if job.volume else "")
         container = f' --container-image={job.image} --container-mounts={mounts} --container-workdir="$PWD"'
-    text = fill_template("slurm.sbatch", {
-        "name": job.name, "nodes": run.nodes, "ranks": run.ranks, "gpus": run.gpus, "cpus": job.cpus_per_rank,
-        "time": job.time or None, "partition": job.partition or None, "account": job.account or None,
-        "run_folder": shlex.quote(str(job.run_folder)), "config": run.toml, "container": container,
-    })  # fmt: skip
+    text = _fill("slurm.sbatch", run, run_folder=shlex.quote(str(job.run_folder)), container=container)
     return Submission(f"{job.name}.sbatch", text, ("sbatch", "FILE"))
 
 
 def _for_kubernetes(run: _PlacedRun) -> Submission:
     job = run.job
-    volume = job.volume or f"{job.name}-runs"
     size = 2 * most_checkpoints(run.config) * checkpoint_bytes(run.config, run.shape) // GIB + 1
-    claim = None if job.volume else fill_template("claim.yaml", {"volume": volume, "size": size}).strip()
-    text = fill_template("kubernetes.yaml", {
-        "name": job.name, "nodes": run.nodes, "gpus": run.gpus, "cpus": run.ranks * job.cpus_per_rank,
-        "image": json.dumps(job.image), "mount": json.dumps(str(job.run_folder.parent)), "config": run.toml,
-        "volume": volume, "claim": claim,
-        "command": run.start_node("/config/run.toml", f"{job.name}-ranks-0-0.{job.name}", "JOB_COMPLETION_INDEX"),
-    })  # fmt: skip
+    command = run.start_node("/config/run.toml", f"{job.name}-ranks-0-0.{job.name}", "JOB_COMPLETION_INDEX")
+    text = _fill("kubernetes.yaml", run, volume=job.volume or f"{job.name}-runs", size=size, command=command)
     return Submission(f"{job.name}.yaml", text, ("kubectl", "apply", "--filename", "FILE"))
 
 
@@ -208,12 +186,8 @@ def _for_sky(run: _PlacedRun) -> Submission:
     job = run.job
     if run.gpus and not job.gpu:
         raise UsageError("--on sky needs --gpu: the type of GPU to rent, such as H100.")
-    text = fill_template("sky.yaml", {
-        "name": job.name, "nodes": run.nodes, "accelerators": run.gpus and f"{job.gpu}:{run.gpus}",
-        "cpus": run.ranks * job.cpus_per_rank, "image": json.dumps(f"docker:{job.image}") if job.image else None,
-        "mount": json.dumps(str(job.run_folder.parent)), "volume": json.dumps(job.volume), "config": run.toml,
-        "command": run.start_node(f"~/{job.name}.toml", '"$(head -n1 <<< "$SKYPILOT_NODE_IPS")"', "SKYPILOT_NODE_RANK"),
-    })  # fmt: skip
+    first = '"$(head -n1 <<< "$SKYPILOT_NODE_IPS")"'
+    text = _fill("sky.yaml", run, command=run.start_node(f"~/{job.name}.toml", first, "SKYPILOT_NODE_RANK"))
     return Submission(f"{job.name}.yaml", text, ("sky", "jobs", "launch", "--yes", "FILE"))
 
 
