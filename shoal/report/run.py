@@ -17,7 +17,7 @@ from rich.text import Text
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_atomically
-from shoal.base.terminal import printable, warn
+from shoal.base.terminal import printable
 from shoal.base.units import show_bytes, show_seconds
 from shoal.report.curves import curves, describe_curves
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
@@ -91,6 +91,7 @@ class RunReport:
         metrics: one record per logged step.
         events: recorded failures, restarts and recoveries.
         comparison: the recorded step beside the simulated one; None if no step was recorded.
+        no_timeline: why, if there is none.
     """
 
     folder: Path
@@ -98,7 +99,8 @@ class RunReport:
     config: RunConfig
     metrics: list[StepMetrics]
     events: list[dict[str, Any]]
-    comparison: Comparison | None
+    comparison: Comparison | None = None
+    no_timeline: str = NO_PROFILE
 
     @property
     def layout(self) -> str:
@@ -150,13 +152,13 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunRe
     try:
         report = replace(report, comparison=read_comparison(folder))
     except IncompleteProfileError as error:
-        warn(str(error))
+        report = replace(report, no_timeline=str(error))
     if file.suffix == ".html":
         write_atomically(file, _html(report))
     elif report.comparison:
         write(file, report.comparison.charts, title=folder.name, lead="")
     else:
-        raise UsageError(f"{file}: a figure or a trace needs timelines.\n  {NO_PROFILE}")
+        raise UsageError(f"{file}: a figure or a trace needs timelines.\n  {report.no_timeline}")
     return report
 
 
@@ -179,7 +181,7 @@ def read_run(folder: Path, config: RunConfig) -> RunReport:
     """
     if not (metrics := read_metrics(folder)):
         raise UsageError(f"{folder}: nothing has been logged yet.\n  Wait for the first step.")
-    return RunReport(folder, folder / PAGE, config, metrics, read_events(folder), None)
+    return RunReport(folder, folder / PAGE, config, metrics, read_events(folder))
 
 
 def read_comparison(folder: Path) -> Comparison | None:
@@ -267,7 +269,7 @@ def print_report(console: Console, report: RunReport) -> None:
         console.print()
         console.print(text_table(happened[0], happened[1:], words=(0, 1, 4)))
     if compared is None:
-        console.print(Text(NO_PROFILE, style="yellow"))
+        console.print(Text(printable(report.no_timeline), style="yellow"), soft_wrap=True)
     else:
         console.print()
         show(console, compared.charts)
@@ -307,7 +309,7 @@ def _html(report: RunReport) -> str:
             _table(rank_table(compared.measured)),
         ]
     else:
-        parts.append(f"<h2>One step</h2><p>{escape(NO_PROFILE)}</p>")
+        parts.append(f"<h2>One step</h2><p>{escape(report.no_timeline)}</p>")
     return page(report.folder.name, lead, parts)
 
 

@@ -82,17 +82,18 @@ class WatchedRuns:
         return page(names, lead, parts, policy=CONNECT if live else "")
 
     def _timelines(self) -> list[Fragment | str]:
-        charts = []
+        charts, why = [], NO_PROFILE
         for run in self.runs:
             try:
                 compared = read_comparison(run.folder)
-            except UsageError:  # damaged, or being written: the other parts of the page do not need it
+            except UsageError as error:  # damaged, or being written: the other parts of the page do not need it
+                why = str(error)
                 continue
             if compared:
                 chart = compared.charts[1]
                 charts.append(replace(chart, name=f"{printable(run.name)}: {chart.name}"))
         if not charts:
-            return [f"<h2>One step</h2><p>{_text(NO_PROFILE)}</p>"]
+            return [f"<h2>One step</h2><p>{_text(why)}</p>"]
         return ["<h2>One step</h2>", timelines(charts), HELP]
 
 
