@@ -61,7 +61,7 @@ class SpikeDetector:
         usual = statistics.median(seen)
         # Floor of 1e-3 of the median: small moves of a flat loss are not spikes.
         spread = max(_NORMAL * statistics.median(abs(x - usual) for x in seen), 1e-3 * abs(usual))
-        times = (value - usual) / spread if spread else math.inf if value > usual else 0.0
+        times = (value - usual) / spread if spread else 0.0
         return Spike(what, value, usual, times) if times > self.factor else None
 
     def state(self) -> dict[str, list[float]]:

@@ -48,8 +48,18 @@ def test_too_few_steps_and_values_that_are_no_numbers_make_no_spike():
         assert spikes.look(2.0, 1.0) is None
     assert spikes.look(2.0, math.inf) is None  # a skipped step, whose norm is not taken in
     assert spikes.look(2.0, 900.0) is None
+    assert spikes.look(2.0, math.inf) is spikes.look(math.nan, 1.0) is None  # nor is it one later
     assert spikes.look(2.001, 1.0) is None  # constant so far: hardly moved
     assert spikes.look(2.5, 1.0)
+
+
+@pytest.mark.parametrize("usual", [2.0, 0.0])
+def test_a_spike_can_follow_the_fewest_steps_that_have_a_scale(usual):
+    """Zeros have none."""
+    spikes = SpikeDetector(factor=10, window=32)
+    for _ in range(FEWEST):
+        assert spikes.look(usual, 1.0) is None
+    assert bool(spikes.look(usual + 0.5, 1.0)) == bool(usual)
 
 
 def test_a_run_that_is_interrupted_sees_the_same():
