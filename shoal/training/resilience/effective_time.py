@@ -17,7 +17,7 @@ class EffectiveTime:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._course: list[tuple[int, float]] = []  # (steps done, seconds spent in them), both increasing
+        self._course = [(0, 0.0)]  # (steps done, seconds spent in them), both increasing
         self._before = 0.0  # effective seconds before the current attempt
 
     def begun(self, steps: int) -> None:
@@ -27,7 +27,7 @@ class EffectiveTime:
 
     def stepped(self, steps: int, seconds: float) -> None:
         """Record that the attempt has reached ``steps`` steps and spent ``seconds`` in its own ones."""
-        if not self._course or steps <= self._course[-1][0]:
+        if steps <= self._course[-1][0]:
             return
         self._course.append((steps, self._before + seconds))
         if len(self._course) > POINTS:
@@ -36,7 +36,7 @@ class EffectiveTime:
     @property
     def counted(self) -> float:
         """Effective time so far [s]."""
-        return self._course[-1][1] if self._course else 0.0
+        return self._course[-1][1]
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,5 @@ class EffectiveTime:
     def _at(self, steps: int) -> float:
         """Return the effective seconds after ``steps`` steps, interpolating linearly."""
         right = bisect_right(self._course, (steps, float("inf")))
-        if right == 0:
-            return 0.0
         (first, begin), (last, end) = self._course[right - 1], self._course[min(right, len(self._course) - 1)]
         return begin if last == first else begin + (end - begin) * (steps - first) / (last - first)

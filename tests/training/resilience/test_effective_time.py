@@ -38,7 +38,10 @@ def test_steps_between_two_looks_are_taken_as_equally_long():
 def test_a_long_run_keeps_few_points():
     account = EffectiveTime()
     account.begun(0)
-    for step in range(1, 5 * POINTS):
+    for look in range(2, 2 * POINTS):  # two at each step
+        account.stepped(look // 2, look // 2 / 10)
+    assert len(account._course) == POINTS
+    for step in range(POINTS, 5 * POINTS):
         account.stepped(step, step / 10)
     assert len(account._course) <= POINTS + 1
     account.begun(1234)
@@ -48,6 +51,7 @@ def test_a_long_run_keeps_few_points():
 def test_the_share_is_of_the_wall_clock():
     with patch.object(time, "monotonic", side_effect=[100.0, 110.0]):
         account = EffectiveTime()
+        assert account.counted == 0  # a run that fails before its first step
         account.begun(0)
         account.stepped(3, 7.5)
         assert account.counted / account.seconds == pytest.approx(0.75)

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.pipeline.program import Action, Op
 from shoal.training.resilience.heartbeat import (
@@ -29,6 +31,8 @@ def test_what_is_written_is_read(tmp_path):
     begun = read(path)
     assert (begun.pid, begun.phase, begun.begun, begun.action) == (os.getpid(), Phase.START, -1, None)
     assert begun.where == "starting"
+    beat.begun(0)
+    assert read(path).where == "starting after step 0"
     beat.begun(40)
     beat.phase(Phase.STEP)
     beat.begin(Action(Op.FORWARD, 1, 3, 2, 7))
@@ -43,11 +47,32 @@ def test_what_is_written_is_read(tmp_path):
     assert after.count > inside.count > begun.count and after.marked >= inside.marked
 
 
-@pytest.mark.parametrize("op", Op)
-def test_every_action_has_words_and_comes_back(op, tmp_path):
+def test_all_that_a_rank_does_is_progress(tmp_path):
+    """A watchdog ends a rank without any. A rank has joined the world once it does anything."""
+    action = Action(Op.REDUCE, 0)
     beat = Heartbeat(tmp_path / "record")
-    beat.begin(Action(op, 0, 1))
-    assert read(tmp_path / "record").action == Action(op, 0, 1) and len(describe_action(Action(op))) > 3
+    assert not (before := read(tmp_path / "record")).joined
+    for method, arguments in (
+        (beat.phase, (Phase.STEP,)), (beat.begun, (0,)), (beat.begin, (action,)), (beat.arrived, (action,)),
+        (beat.end, (action,)), (beat.stepped, (1, 0.5)), (beat.phase, (Phase.SAVE,)),
+    ):  # fmt: skip
+        method(*arguments)
+        after = read(tmp_path / "record")
+        assert after.joined and after.count == before.count + 1 and after.marked > before.marked
+        assert after.action == (action if method in (beat.begin, beat.arrived) else None)
+        before = after
+
+
+@given(op=st.sampled_from(Op), stage=st.integers(-1, 1), microbatch=st.integers(-1, 1), part=st.integers(-1, 1))
+def test_every_action_has_words_and_comes_back(op, stage, microbatch, part):
+    action = Action(op, stage, microbatch, part)
+    with TemporaryDirectory() as folder:
+        Heartbeat(Path(folder, "record")).begin(action)
+        assert read(Path(folder, "record")).action == action
+    words = describe_action(action)
+    assert len(words.split(" of ")[0].split(" on ")[0]) > 3
+    for word, number in (("micro-batch", microbatch), ("slice", part), ("stage", stage)):
+        assert (word in words) == (number >= 0) == (f" {word} {number}" in words)
 
 
 def test_it_beats_while_the_main_thread_does_nothing(tmp_path):
@@ -60,8 +85,9 @@ def test_it_beats_while_the_main_thread_does_nothing(tmp_path):
 
 
 def test_a_record_that_is_half_there_is_none(tmp_path):
-    (tmp_path / "record").write_bytes(b"\0" * 20)
-    assert read(tmp_path / "record") is None
+    for size in (20, 200):  # of 200 bytes, all but the process's number may be there
+        (tmp_path / "record").write_bytes(b"\0" * size)
+        assert read(tmp_path / "record") is None
 
 
 def test_the_last_word_outlives_the_process(tmp_path):

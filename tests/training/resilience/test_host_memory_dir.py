@@ -82,6 +82,16 @@ def test_what_a_sweep_gives_back_counts_as_room(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [left.name]
 
 
+def test_a_run_that_resumes_needs_a_private_folder_and_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory_dir.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 0}))
+    host_memory_dir.check_run_dir(tmp_path / "new", None)
+    with pytest.raises(UsageError, match=r"failover.memory_folder = .*none' does not exist"):
+        host_memory_dir.check_run_dir(tmp_path / "none" / "new", None)
+    (tmp_path / "new").mkdir(mode=0o755)
+    with pytest.raises(UsageError, match="is not a private folder of this user"):
+        host_memory_dir.check_run_dir(tmp_path / "new", None)
+
+
 def test_no_room_for_its_owner_is_told(tmp_path, monkeypatch):
     """Memory that filled up since it was looked at."""
     def full(*args, **_):
