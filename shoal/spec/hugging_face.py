@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from shoal.base.errors import UsageError
 from shoal.spec import deepseek, llama4
-from shoal.spec.catalog import ModelShape, RopeScaling
+from shoal.spec.catalog import ModelShape
 from shoal.spec.deepseek import EXPERTS_PER_TOKEN
 
 Config = Mapping[str, Any]
@@ -93,6 +93,20 @@ FAMILIES = {
 }  # fmt: skip
 """Families by the ``model_type`` of their config."""
 
+_ROPE = {"factor": "factor", "original_max_sequence": "original_max_position_embeddings"}
+ROPE_SCALING = {
+    "linear": {"factor": "factor"},
+    "llama3": {**_ROPE, "low_frequency": "low_freq_factor", "high_frequency": "high_freq_factor"},
+    "yarn": {
+        **_ROPE, "low_frequency": "beta_slow", "high_frequency": "beta_fast", "mscale": "mscale",
+        "mscale_all": "mscale_all_dim", "truncate": "truncate",
+    },
+}  # fmt: skip
+"""Names of the fields of `RopeScaling` in a ``config.json``, by its ``rope_type``."""
+
+YARN_DEFAULTS = {"low_frequency": 1.0, "high_frequency": 32.0, "mscale": 0.0, "mscale_all": 0.0, "truncate": True}
+"""transformers' values of what a config of yarn leaves out."""
+
 
 def model_fields(config: Config, where: str) -> dict[str, Any]:
     """Return the fields of the config section `model` for a ``config.json``.
@@ -160,22 +174,8 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
         fields |= llama4.model_fields(config, where)
     if family.gemma:
         fields |= _gemma_fields(config, fields)
-    match rotary.get("rope_type", rotary.get("type", "default")):
-        case "default":
-            pass
-        case "llama3":
-            fields["rope_scaling"] = {
-                "factor": rotary["factor"], "low_frequency": rotary["low_freq_factor"],
-                "high_frequency": rotary["high_freq_factor"],
-                "original_max_sequence": rotary["original_max_position_embeddings"],
-            }
-        case "linear":
-            fields["rope_scaling"] = {"kind": "linear", "factor": rotary["factor"]}
-        case "yarn":
-            fields["rope_scaling"] = _yarn_fields(rotary, where)
-        case other:
-            raise UsageError(f"{where}: rope_type = {other!r}: shoal computes 'default', 'linear', 'llama3' and "
-                             "'yarn'.")
+    if (scaling := rotary.get("rope_type", rotary.get("type", "default"))) != "default":
+        fields["rope_scaling"] = _rope_fields(scaling, rotary, where)
     count, width = family.experts
     if count:
         fields["experts"] = {
@@ -187,22 +187,21 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
     return fields
 
 
-def _yarn_fields(rotary: Config, where: str) -> dict[str, Any]:
-    """Return the fields of `model.rope_scaling` for ``rope_type = "yarn"``.
+def _rope_fields(kind: object, rotary: Config, where: str) -> dict[str, Any]:
+    """Return the fields of `model.rope_scaling`.
 
     Raises:
-        UsageError: it has a value that shoal does not compute.
+        UsageError: it is of a kind, or has a value, that shoal does not compute.
     """
-    if rotary.get("attention_factor") is not None:
+    if not isinstance(kind, str) or kind not in ROPE_SCALING:
+        raise UsageError(f"{where}: rope_type = {kind!r}: shoal computes 'default', 'linear', 'llama3' and 'yarn'.")
+    if kind == "yarn" and rotary.get("attention_factor") is not None:
         raise UsageError(f"{where}: rope_parameters.attention_factor = {rotary['attention_factor']!r}: shoal computes "
                          "yarn without it.")
-    return {
-        "kind": "yarn", "factor": rotary["factor"], "low_frequency": rotary.get("beta_slow") or 1.0,
-        "high_frequency": rotary.get("beta_fast") or 32.0,
-        "original_max_sequence": rotary["original_max_position_embeddings"],
-        "mscale": rotary.get("mscale") or 0.0, "mscale_all": rotary.get("mscale_all_dim") or 0.0,
-        "truncate": rotary.get("truncate", True),
-    }  # fmt: skip
+    names, defaults = ROPE_SCALING[kind], YARN_DEFAULTS if kind == "yarn" else {}
+    given = {ours: rotary.get(theirs) if ours in defaults else rotary[theirs] for ours, theirs in names.items()}
+    missing = {ours: value for ours, value in defaults.items() if not given[ours] and given[ours] is not False}
+    return {"kind": kind} | given | missing
 
 
 def _gemma_fields(config: Config, fields: Config) -> dict[str, Any]:
@@ -266,16 +265,10 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
         "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "intermediate_size": shape.ffn,
         "max_position_embeddings": shape.max_sequence, "rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta,
     }
-    if (scaling := shape.rope_scaling) is not None and scaling.kind == "yarn":
-        values["rope_scaling"] = _yarn_config(scaling)
-    elif scaling is not None and scaling.kind == "linear":
-        values["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
-    elif scaling is not None:
-        values["rope_scaling"] = {
-            "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency,
-            "high_freq_factor": scaling.high_frequency,
-            "original_max_position_embeddings": scaling.original_max_sequence,
-        }
+    if (scaling := shape.rope_scaling) is not None:
+        given = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_SCALING[scaling.kind].items()}
+        given = {name: value for name, value in given.items() if value or name == "truncate"}
+        values["rope_scaling"] = {"rope_type": scaling.kind, **given}
     if family.gemma:
         values |= {
             "query_pre_attn_scalar": shape.query_scalar or shape.head_dim, "attn_logit_softcapping": shape.softcap,
@@ -302,16 +295,6 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
         values |= {count: experts.count, EXPERTS_PER_TOKEN: experts.per_token, width: experts.ffn,
                    "norm_topk_prob": experts.normalise, "router_aux_loss_coef": experts.balance_loss}  # fmt: skip
     return values
-
-
-def _yarn_config(scaling: RopeScaling) -> dict[str, Any]:
-    """Return ``rope_scaling`` of ``config.json`` for yarn."""
-    scales = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
-    return {
-        "rope_type": "yarn", "factor": scaling.factor, "beta_slow": scaling.low_frequency,
-        "beta_fast": scaling.high_frequency, "original_max_position_embeddings": scaling.original_max_sequence,
-        "truncate": scaling.truncate,
-    } | {name: value for name, value in scales.items() if value}  # fmt: skip
 
 
 def model_type(shape: ModelShape, where: str = "model") -> str:
