@@ -82,8 +82,11 @@ def open_to_append(path: str | Path) -> io.BufferedWriter:
     return open(path, "ab", opener=_open_regular)
 
 
-def write_atomically(path: Path, content: str | bytes, *, new: bool = False) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterable[bytes], *, new: bool = False) -> None:
     """Write a file atomically, in place of an existing one.
+
+    Args:
+        content: all of it, or its parts in order.
 
     Raises:
         OSError: it is a link or no regular file, it cannot be written, or it exists and ``new`` is set; an existing
@@ -98,7 +101,8 @@ def write_atomically(path: Path, content: str | bytes, *, new: bool = False) -> 
     try:
         partial.unlink(missing_ok=True)  # of a killed process that had the same number
         with partial.open("xb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            content = content.encode() if isinstance(content, str) else content
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())  # before it replaces the existing file
         if new:

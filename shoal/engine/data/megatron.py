@@ -13,7 +13,7 @@ from __future__ import annotations
 import glob
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,8 @@ import numpy as np
 import xxhash
 
 from shoal.base.errors import UsageError
-from shoal.base.files import check_writable, expanded, open_to_read
-from shoal.engine.data.token_stream import Split, Stream, StreamContents
+from shoal.base.files import check_writable, expanded, open_to_read, write_atomically
+from shoal.engine.data.token_stream import Split, Stream, StreamContents, read_across
 from shoal.spec.config import DataConfig
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -121,24 +121,19 @@ class MegatronStream:
     def read(self, start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= self._length:
             raise IndexError(f"ids {start}:{stop} of a stream of {self._length}")
-        out = np.empty(stop - start, dtype=np.int64)
-        position, last = start + self._first, stop + self._first
-        number = int(np.searchsorted(self._starts, position, side="right")) - 1
-        while position < last:
-            file, offset = self._files[number], int(self._starts[number])
-            end = min(last, int(self._starts[number + 1]))
-            part = file.ids[position - offset : end - offset]
-            check_ids(part, self._vocab, file.path)
-            out[position - start - self._first : end - start - self._first] = part
-            position, number = end, number + 1
-        return out
+
+        def read(number: int, first: int, last: int) -> np.ndarray:
+            file = self._files[number]
+            check_ids(ids := file.ids[first:last], self._vocab, file.path)
+            return ids
+
+        return read_across(self._starts, start + self._first, stop + self._first, read)
 
     def ends(self, ids: np.ndarray, start: int) -> np.ndarray:
         first, last = np.searchsorted(self._ends, (start, start + len(ids)), side="right")
         found = np.zeros(len(ids), dtype=bool)
         found[self._ends[first:last] - 1 - start] = True
         return found
-
 
     def counted(self, start: int, stop: int) -> np.ndarray | None:
         return None
@@ -197,7 +192,7 @@ def write_megatron(stream: Stream, out: Path) -> None:
     header = _HEADER.pack(_MAGIC, 1, code, len(lengths), len(lengths) + 1)
     offsets = (ends - lengths) * np.dtype(kind).itemsize
     parts = (lengths.astype("<i4"), offsets.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8"))
-    _write(index, iter([header, *(part.tobytes() for part in parts)]))
+    _write(index, [header, *(part.tobytes() for part in parts)])
 
 
 def _copy(stream: Stream, path: Path, kind: type[np.generic]) -> list[np.ndarray]:
@@ -213,15 +208,8 @@ def _copy(stream: Stream, path: Path, kind: type[np.generic]) -> list[np.ndarray
     return ends
 
 
-def _write(path: Path, chunks: Iterator[bytes]) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+def _write(path: Path, chunks: Iterable[bytes]) -> None:
     try:
-        with partial.open("xb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(partial, path)  # fails if the file exists by now
+        write_atomically(path, chunks, new=True)
     except OSError as error:
         raise UsageError(f"--out: cannot write {path}: {error.strerror}.") from None
-    finally:
-        partial.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ checksum. In conversations the highest bits of an id mark what counts in the los
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,15 +199,7 @@ class TokenStream:
         """Return ids with their marks."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"ids {start}:{stop} of a stream of {len(self)}")
-        out = np.empty(stop - start, dtype=np.int64)
-        number = int(np.searchsorted(self._starts, start, side="right")) - 1
-        position = start
-        while position < stop:
-            first = int(self._starts[number])
-            end = min(stop, int(self._starts[number + 1]))
-            out[position - start : end - start] = self._shards[number][position - first : end - first]
-            position, number = end, number + 1
-        return out
+        return read_across(self._starts, start, stop, lambda number, first, last: self._shards[number][first:last])
 
     def _open(self, shard: ShardInfo) -> np.ndarray:
         path = self.folder / shard.name
@@ -224,6 +217,25 @@ class TokenStream:
             raise _damaged(path, "its checksum differs from the one in manifest.json")
         reject_unknown_ids(ids & IDS if self.manifest.marked else ids, self.manifest.vocab_size, str(path))
         return ids
+
+
+def read_across(
+    starts: np.ndarray, start: int, stop: int, read: Callable[[int, int, int], np.ndarray]
+) -> np.ndarray:
+    """Return ids ``start:stop`` of files that follow each other: int64 ``[stop - start]``.
+
+    Args:
+        starts: position of the first id of each file, and after them the number of all ids.
+        read: returns the ids of a file, by its number, from one position in it to another.
+    """
+    out = np.empty(stop - start, dtype=np.int64)
+    number = int(np.searchsorted(starts, start, side="right")) - 1
+    position = start
+    while position < stop:
+        first, end = int(starts[number]), min(stop, int(starts[number + 1]))
+        out[position - start : end - start] = read(number, position - first, end - first)
+        position, number = end, number + 1
+    return out
 
 
 def reject_unknown_ids(ids: np.ndarray, vocab_size: int, where: str) -> None:
