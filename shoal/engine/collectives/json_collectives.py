@@ -28,28 +28,31 @@ def get_size(group: HostGroup) -> int:
 
 def gather(value: Any, group: HostGroup) -> list[Any]:
     """Return every rank's value, in rank order, on rank 0; an empty list on other ranks."""
-    if group is None:
-        return [value]
-    data, first = _encode(value), get_rank(group) == 0
-    parts, sizes = _exchange_first(data, group)
-    if max(sizes) > FIRST - SIZE:
-        padded = _pad(data, max(sizes))
-        parts = [torch.empty_like(padded) for _ in sizes] if first else []
-        dist.gather(padded, parts or None, group=group, group_dst=0)
-    return _decode(parts, sizes) if first else []
+    return _collect(value, group, everywhere=False)
 
 
 def all_gather(value: Any, group: HostGroup) -> list[Any]:
     """Return every rank's value, in rank order, on every rank."""
+    return _collect(value, group, everywhere=True)
+
+
+def _collect(value: Any, group: HostGroup, *, everywhere: bool) -> list[Any]:
     if group is None:
         return [value]
-    data = _encode(value)
-    parts, sizes = _exchange_first(data, group)
+    data, receives = _encode(value), everywhere or get_rank(group) == 0
+    own = _first_message(data)
+    parts = [torch.empty_like(own) for _ in range(get_size(group))]
+    dist.all_gather(parts, own, group=group)
+    sizes = [_read_size(each) for each in parts]
+    parts = [each[SIZE:] for each in parts]
     if max(sizes) > FIRST - SIZE:
         padded = _pad(data, max(sizes))
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=group)
-    return _decode(parts, sizes)
+        parts = [torch.empty_like(padded) for _ in sizes] if receives else []
+        if everywhere:
+            dist.all_gather(parts, padded, group=group)
+        else:
+            dist.gather(padded, parts or None, group=group, group_dst=0)
+    return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes, strict=True)] if receives else []
 
 
 def broadcast(value: Any, group: HostGroup) -> Any:
@@ -73,14 +76,6 @@ def _encode(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _exchange_first(data: torch.Tensor, group: HostGroup) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the beginning of every rank's bytes, which is all of them if they are short, and their lengths."""
-    own = _first_message(data)
-    every = [torch.empty_like(own) for _ in range(get_size(group))]
-    dist.all_gather(every, own, group=group)
-    return [each[SIZE:] for each in every], [_read_size(each) for each in every]
-
-
 def _first_message(data: torch.Tensor) -> torch.Tensor:
     """Return the length of a rank's bytes and their beginning, uint8 [FIRST]."""
     length = torch.tensor([data.numel()]).view(torch.uint8)
@@ -93,7 +88,3 @@ def _read_size(message: torch.Tensor) -> int:
 
 def _pad(data: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(data, (0, size - data.numel()))
-
-
-def _decode(parts: list[torch.Tensor], sizes: list[int]) -> list[Any]:
-    return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes, strict=True)]

@@ -27,6 +27,7 @@ from torch import Tensor
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.pending import Pending, Then
 from shoal.engine.collectives.shm.transport import REDUCTIONS
+from shoal.engine.streams import copy_later
 
 # Renamed in torch 2.13; each name exists in one release or the other.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -91,11 +92,7 @@ def start_to_host(x: Tensor) -> Callable[[], Any]:
 
     The wait is for the copy alone, not for work that was queued later.
     """
-    if x.device.type == "cpu":
-        return x.tolist
-    copy = x.to("cpu", non_blocking=True)  # page-locked
-    copied = torch.Event(x.device)
-    copied.record()
+    copy, copied = copy_later(x)
 
     def wait() -> Any:
         copied.synchronize()

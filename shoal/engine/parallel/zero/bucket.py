@@ -100,22 +100,6 @@ class OffloadStreams:
         self.to_device, self.to_host = SideStream(device), SideStream(device)
 
 
-@dataclass
-class _Upload:
-    """Copy of a shard to the device in flight, and the collectives that it starts."""
-
-    copied: Mark
-    collectives: list[Pending]
-
-    def wait(self) -> None:
-        self.copied.wait()
-        for work in self.collectives:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return False  # unknown
-
-
 class Bucket:
     """Flat storage of some parameters: all of them in `full`, this rank's shard in `master`.
 
@@ -171,7 +155,7 @@ class Bucket:
         self.segments = list(self._segments())
         self._version: Tensor | None = None  # the weights in use, if not the newest
         self._derived: dict[Hashable, tuple[int, Any]] = {}
-        self._gathering: Pending | None = None
+        self._gathering: Callable[[], object] | None = None  # waits for what is in flight
         self._uploads = queues and self.shard is None  # whether each gather copies from host memory
         self._copied = Mark()  # when the last copy from host memory is done
         self.gathered = True
@@ -232,10 +216,10 @@ class Bucket:
         if self.groups.shard_group is None:
             self.gathered = True
         else:
-            self._gathering = all_gather_flat(self.full, mine, self.groups.shard_group)
+            self._gathering = all_gather_flat(self.full, mine, self.groups.shard_group).wait
 
-    def _upload(self, mine: Tensor, source: Tensor) -> Pending:
-        """Copy a shard from host memory, then start gathering, on the stream of such copies.
+    def _upload(self, mine: Tensor, source: Tensor) -> Callable[[], object]:
+        """Copy a shard from host memory, then start gathering, on the stream of such copies; return what waits for it.
 
         `full` was allocated on the current stream, after whose work so far the copy runs, and is freed only after
         `wait`; its memory therefore needs no other record of the stream.
@@ -247,13 +231,18 @@ class Bucket:
             if self.groups.shard_group is not None:
                 collectives.append(all_gather_flat(self.full, mine, self.groups.shard_group))
 
-        self._copied = self.streams.to_device.run(copy)
-        return _Upload(self._copied, collectives)
+        def wait() -> None:
+            copied.wait()
+            for work in collectives:
+                work.wait()
+
+        self._copied = copied = self.streams.to_device.run(copy)
+        return wait
 
     def wait(self) -> None:
         """Wait until the parameters are gathered."""
         if self._gathering is not None:
-            self._gathering.wait()
+            self._gathering()
             self._gathering, self.gathered = None, True
 
     def mark_dirty(self) -> None:
