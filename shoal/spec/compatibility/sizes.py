@@ -175,16 +175,16 @@ def _check_experts(layout: Layout, shape: ModelShape) -> None:
     experts = shape.experts
     if experts is None:
         return
-    ranks, inside = math.prod(layout.shape[1:]), layout.ep * layout.expert_tensor
-    if ranks % inside:
-        near = _nearest(layout.ep, max(1, ranks // layout.expert_tensor))
+    ranks, ep, etp = math.prod(layout.shape[1:]), layout.ep, layout.expert_tensor
+    if ranks % (ep * etp):
+        name, near = ("etp", _nearest(etp, ranks)) if ranks % etp else ("ep", _nearest(ep, ranks // etp))
         raise UsageError(
-            f"parallel: ep {layout.ep} x etp {layout.expert_tensor} = {inside} does not divide dp {layout.dp} x cp "
-            f"{layout.cp} x tp {layout.tp} = {ranks}, the ranks of a pipeline stage, over which experts are spread."
-            f"\n  Nearest ep that fits: {near}."
+            f"parallel: ep {ep} x etp {etp} = {ep * etp} does not divide dp {layout.dp} x cp {layout.cp} x tp "
+            f"{layout.tp} = {ranks}, the ranks of a pipeline stage, over which experts are spread."
+            f"\n  Nearest {name} that fits: {near}."
         )
     for name, degree, what, size in (
-        ("ep", layout.ep, "count", experts.count), ("etp", layout.expert_tensor, "ffn", experts.ffn)
+        ("ep", ep, "count", experts.count), ("etp", etp, "ffn", experts.ffn)
     ):
         if size % degree:
             raise UsageError(

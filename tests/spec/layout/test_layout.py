@@ -316,6 +316,24 @@ def test_a_layout_covers_the_batch_or_says_what_would(case):
     assert math.lcm(shape.kv_heads, layout.tp) in (shape.kv_heads, layout.tp)
 
 
+@given(
+    dp=degree, tp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2]), ep=degree, etp=st.none() | degree,
+    count=st.integers(1, 12), ffn=st.integers(1, 12),
+)  # fmt: skip
+def test_experts_cover_a_stage_or_what_would_is_said(dp, tp, cp, ep, etp, count, ffn):
+    layout = Layout(dp=dp, tp=tp, cp=cp, ep=ep, etp=etp)
+    shape = TINY.model_copy(update={"experts": Experts(count=count, ffn=ffn)})
+    sizes = {"global_batch": dp, "sequence_length": 256}
+    said = remaining(layout, shape, sizes)
+    inside = ep * layout.expert_tensor
+    assert (not said) == ((dp * cp * tp) % inside == count % ep == ffn % layout.expert_tensor == 0), said
+    proposals = re.compile(r"(parallel.*?) .*Nearest (\w+) that fits: (.*)\.", re.DOTALL)
+    if match := proposals.match(said):
+        for value in map(int, match[3].split(" or ")):
+            still = proposals.match(remaining(layout.model_copy(update={match[2]: value}), shape, sizes))
+            assert still is None or still.group(1, 2) != match.group(1, 2), f"{said}\nmended: {match[2]} {value}"
+
+
 def complaint(message: str) -> str:
     """The field that a message is about."""
     return message.split(" = ")[0].split(":")[0]
