@@ -16,12 +16,14 @@ from torch._dynamo.backends.common import aot_autograd
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.float8_product import Float8Product
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.precision.recipe import GRADIENT, WEIGHT
 from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.micro_batch import EightBits, MicroBatch
+from shoal.spec.compatibility.sizes import float8_layers
 from shoal.spec.config import Float8Config, RunConfig, build_config
 from shoal.testing.verify.case import prepare, run_case
 from shoal.training.dry_run.dry_run import make_samples
@@ -74,6 +76,22 @@ def test_latents(pool, sequence_parallel):
     if sequence_parallel:
         with pytest.raises(UsageError, match="blocks of tokens are cut between the ranks that compute latents"):
             check_run(blocks, run.model.shape(vocab=257, sequence_length=8))
+
+
+LATENT = {"key_value_rank": 16, "rotary_dim": 16}
+
+
+@pytest.mark.parametrize("model", [
+    {}, {"name": "tiny-gpt"}, {"kv_heads": 8, "latent": LATENT}, {"kv_heads": 8, "latent": LATENT | {"query_rank": 16}},
+], ids=str)  # fmt: skip
+def test_every_linear_layer_of_a_block_has_them_unless_it_is_kept(model):
+    shape = build_config({"model": {"name": "tiny"} | model}).model.shape(vocab=257, sequence_length=8)
+    with torch.device("meta"):
+        blocks = Transformer(shape).layers.named_modules(prefix="layers")
+    names = {name for name, module in blocks if isinstance(module, torch.nn.Linear)}
+    assert sorted(names) == sorted(float8_layers(shape, ()))
+    kept = {name for name in names if name.startswith("layers.0.") or name.endswith(".up")}
+    assert sorted(names - kept) == sorted(float8_layers(shape, ("layers.0.*", "*.up")))
 
 
 @settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck))
