@@ -38,6 +38,7 @@ def layout(devices: int, batch: int = 16, **parallel: object) -> Layout:
     ({"dp": 4, "zero": 1, "zero_shard": 4}, 3, {"dp": 2, "zero_shard": 2}),
     ({"dp": 2, "tp": 2, "pp": 2}, 7, {"dp": 1, "tp": 2, "pp": 2}),  # replicas first
     ({"dp": 1, "tp": 2, "pp": 2}, 3, {"tp": 1, "pp": 2, "dp": 1}),  # then the axis that moves least
+    ({"cp": 3, "pp": 2}, 3, {"cp": 1, "pp": 2}),  # though cp 3 would use all three
     ({"tp": 4, "sequence_parallel": True}, 3, {"tp": 2, "sequence_parallel": True}),
     ({"tp": 2, "sequence_parallel": True}, 1, {"tp": 1, "sequence_parallel": False}),
     ({"cp": 4, "ulysses": 2, "zero": 1}, 2, {"cp": 2}),
@@ -121,7 +122,7 @@ def test_only_replicas_are_left_out(devices, replicas):
 
 def test_fault_knobs_of_ranks_that_are_gone_are_dropped():
     config = build_config({"parallel": {"dp": 2}, "train": {"global_batch": 4}, "testing": {"straggler": "1=2"}})
-    assert replan(config, SHAPE, 1).testing.straggler == ""
+    assert replan(config, SHAPE, 1).testing.straggler == "" and replan(config, SHAPE, 2) == config
 
 
 def test_the_last_replica_computes_twice_by_itself():
