@@ -48,6 +48,13 @@ def test_files_folders_and_globs(tmp_path):
     assert documents(source="text", paths=[f"{tmp_path}/a.txt", f"{tmp_path}/*.txt"]) == ["a.txt", "b.txt"]
 
 
+def test_a_named_format_is_read_whatever_the_suffix_of_a_file_and_only_it_in_a_folder(tmp_path):
+    (tmp_path / "lines.log").write_text(json.dumps({"text": "one"}))
+    (tmp_path / "more.jsonl").write_text(json.dumps({"text": "two"}))
+    (tmp_path / "state.json").write_text("{}")
+    assert documents(source="jsonl", paths=[f"{tmp_path}/lines.log", str(tmp_path)]) == ["one", "two"]
+
+
 def test_line_ends_are_kept(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
     assert documents(source="text", paths=[str(tmp_path)]) == ["one\r\ntwo\rthree\n"]
@@ -211,7 +218,7 @@ def test_an_empty_folder_is_refused(tmp_path):
         open_corpus(DataConfig(source="jsonl", paths=[str(tmp_path)]))
 
 
-def test_the_fingerprint_follows_content_not_place(tmp_path):
+def test_the_fingerprint_follows_content_not_place(tmp_path, monkeypatch):
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.jsonl").write_text(json.dumps({"text": "same"}))
@@ -221,9 +228,21 @@ def test_the_fingerprint_follows_content_not_place(tmp_path):
         return open_corpus(config).fingerprint(tmp_path / "memo")
 
     first = fingerprint("here")
-    assert first == fingerprint("here") == fingerprint("there")
+    assert first == fingerprint("there")
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.engine.data.corpus.open_raw", pytest.fail)  # it is remembered
+        assert first == fingerprint("here")
     assert first != fingerprint("here", field="body")
     changed = tmp_path / "here" / "a.jsonl"
     changed.write_text(json.dumps({"text": "some"}))  # of the same length
     os.utime(changed, ns=(1, 1))
     assert fingerprint("here") != first
+
+
+def test_the_fingerprint_tells_which_of_several_files_has_which_format(tmp_path):
+    for name in ("a.txt", "a.jsonl", "b.txt", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": "same"}))
+    pairs = [("a.txt", "b.jsonl"), ("a.jsonl", "b.txt"), ("a.txt", "b.txt"), ("a.jsonl", "b.jsonl")]
+    corpora = [open_corpus(DataConfig(paths=[str(tmp_path / name) for name in pair])) for pair in pairs]
+    assert len({corpus.fingerprint(tmp_path / "memo") for corpus in corpora}) == len(pairs)
+    assert [corpus.size is not None for corpus in corpora] == [False, False, True, False]
