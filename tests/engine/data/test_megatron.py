@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
+from shoal.engine.data import megatron
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.megatron import MegatronStream, find_prefixes, write_megatron
 from shoal.engine.data.open_stream import open_stream
@@ -145,6 +146,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     (lambda raw: raw[:-8], "are not files of Megatron"),
     (lambda raw: raw[:18] + struct.pack("<Q", 2**60) + raw[26:], "too few for"),
     (lambda raw: raw[:34] + struct.pack("<i", 3) + raw[38:], "do not follow each other"),
+    (lambda raw: raw[:34] + struct.pack("<iiqq", 6, -1, 0, 12) + raw[58:], "do not follow each other"),
     (lambda raw: raw[:-8] + struct.pack("<q", 9), "do not cover its sequences"),
 ])
 def test_a_damaged_index_is_named(tmp_path, damage, message):
@@ -168,3 +170,22 @@ def test_ids_that_do_not_fit_are_named(tmp_path):
             find_prefixes((path,))
     with pytest.raises(UsageError, match=r"no such file(.|\n)*Name a file of the pair of Megatron: .*/a\.idx"):
         open_dataset(DataConfig(paths=[str(tmp_path / "a")]), seed=0, split="train")
+    with pytest.raises(UsageError, match=r"no such file") as refused:
+        open_dataset(DataConfig(paths=[str(tmp_path / "b")]), seed=0, split="train")
+    assert "Megatron" not in str(refused.value)
+
+
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_a_changed_id_in_any_block_that_is_probed_is_seen(place, tmp_path, monkeypatch):
+    """The first and the last id are always probed."""
+    monkeypatch.setattr(megatron, "_PROBE", 16)
+
+    def fingerprint(value):
+        ids = np.arange(1000) % 257
+        ids[place] = value
+        write_index(tmp_path / "a", [ids[:600].tolist(), ids[600:].tolist()])
+        return MegatronStream(DataConfig(paths=[str(tmp_path)]), 257, "", "train").contents.fingerprint
+
+    assert fingerprint(7) == fingerprint(7) != fingerprint(8)
+    with pytest.raises(UsageError, match="token id 300 is outside"):
+        fingerprint(300)
