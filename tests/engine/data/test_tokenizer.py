@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from shoal.base.errors import UsageError
 from shoal.engine.data.tokenizer import BytesTokenizer, FileTokenizer, load_tokenizer, train_bpe
@@ -43,6 +44,24 @@ def test_the_end_of_a_document_cannot_be_written_in_one(bpe):
     text = "before <|endoftext|> after"
     assert bpe.end_of_document not in bpe.encode(text)
     assert bpe.decode(bpe.encode(text)) == text
+
+
+def test_it_can_be_written_in_a_chat_and_only_there(bpe):
+    text = "before <|endoftext|> after"
+    for _ in range(2):  # neither changes what the other does
+        assert bpe.encode_chat(text).tolist().count(bpe.end_of_document) == 1
+        assert bpe.end_of_document not in bpe.encode(text)
+
+
+def test_a_file_that_cuts_and_pads_texts_does_neither(bpe, tmp_path):
+    """As models of sentences do."""
+    file = Tokenizer.from_file(str(bpe.path))
+    file.enable_truncation(4)
+    file.enable_padding(length=64)
+    file.save(str(tmp_path / "tokenizer.json"))
+    cut = FileTokenizer(tmp_path / "tokenizer.json")
+    for text in ("short", *TEXT):
+        assert cut.encode(text).tolist() == cut.encode_batch([text])[0].tolist() == bpe.encode(text).tolist()
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
@@ -116,8 +135,6 @@ def test_unusable_files_are_named(tmp_path):
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
-    from tokenizers import Tokenizer, models
-
     path = tmp_path / "endless.json"
     Tokenizer(models.BPE()).save(str(path))
     with pytest.raises(UsageError, match="no token that ends a document"):
