@@ -190,7 +190,9 @@ def find_fitting_layouts(
 
 def _changes(layout: Layout) -> Iterator[dict[str, object]]:
     """Yield changed fields that may save memory, the cheapest for the step time first."""
-    zeros = [zero for zero in (0, 1, 3) if zero >= layout.zero] if layout.sync == "all-reduce" else [layout.zero]
+    zeros = [layout.zero]
+    if layout.sync == "all-reduce":
+        zeros += [zero for zero in (1, 3) if zero > layout.zero]
     recomputes = {"none": ("none", "selective", "full"), "selective": ("selective", "full")}.get(layout.recompute)
     micro = sorted(divisors(layout.micro_batch), reverse=True)
     degrees = [

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.launch.checks import memory
 from shoal.launch.checks.memory import check_memory, count_rank_memory
 from shoal.spec.config import RunConfig, build_config
+from shoal.spec.layout import Layout
 
 GPU = torch.device("cuda")
 
@@ -50,6 +53,21 @@ def test_layouts_that_fit_are_named_and_do(h100: None, parallel: dict) -> None:
             for word, value in zip(words[::2], words[1::2], strict=True)
         }
         check(llama("llama-3-8b", **{**parallel, **changes}))
+
+
+@given(
+    st.sampled_from((1, 2, 3)), st.sampled_from((1, 2)), st.sampled_from((1, 2)), st.sampled_from((1, 2, 4)),
+    st.integers(0, 3), st.integers(1, 6),
+)
+def test_proposed_layouts_save_memory_on_as_many_ranks(dp, tp, cp, pp, zero, micro_batch):
+    layout = Layout(dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, micro_batch=micro_batch)
+    changes = list(memory._changes(layout))
+    assert [len(change) for change in changes] == sorted(len(change) for change in changes)
+    assert {"recompute": "full"} in changes
+    for change in changes:
+        new = layout.model_copy(update=change)
+        assert new.world_size == layout.world_size and new != layout
+        assert new.tp >= tp and new.pp >= pp and new.zero >= zero and micro_batch % new.micro_batch == 0
 
 
 def test_a_model_for_which_there_is_no_layout(h100: None) -> None:
