@@ -356,9 +356,10 @@ def test_a_claim_has_room_for_the_checkpoints_that_the_run_saves(capfd):
     assert main(words.split()) == 0
     [_, claim, _] = yaml.safe_load_all(capfd.readouterr().out)
     assert claim["spec"]["resources"]["requests"]["storage"] == "1Gi"  # of 2 in 200 steps
-    assert main([*words.split(), "--model.name", "llama-3.2-1b", "--model.vocab", "128256"]) == 0
+    words += " --train.steps 201 --model.name llama-3.2-1b --model.vocab 128256"
+    assert main(words.split()) == 0
     [_, claim, _] = yaml.safe_load_all(capfd.readouterr().out)
-    size = 2 * 2 * 12 * 1_235_814_400  # two runs of two, with weights and moments in float32
+    size = 2 * 3 * 12 * 1_235_814_400  # two runs, each with three of weights and moments in float32
     assert claim["spec"]["resources"]["requests"]["storage"] == f"{size // 2**30 + 1}Gi"
 
 
@@ -370,12 +371,14 @@ def test_the_program_that_submits_is_named_where_it_lacks(monkeypatch):
 
 
 def test_a_failed_submission_is_an_error(monkeypatch, tmp_path):
-    (tmp_path / "sbatch").write_text('#!/bin/sh\ncat "$1" > "$0.got"\nexit 3\n')
+    (tmp_path / "sbatch").write_text('#!/bin/sh\ncat "$1" > "$0.got"\nexit ${CODE-3}\n')
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(UsageError, match="'sbatch' exited with code 3"):
         shoal.submit(CONFIG, ClusterJob(on="slurm", **JOBS["slurm"]))
     assert (tmp_path / "sbatch.got").read_text() == built("slurm")
+    monkeypatch.setenv("CODE", "0")
+    shoal.submit(CONFIG, ClusterJob(on="slurm", **JOBS["slurm"]))
 
 
 def test_the_image_copies_what_an_installation_needs():

@@ -88,6 +88,18 @@ def test_a_rank_is_watched_before_its_first_heartbeat_and_not_after_its_end(stat
     assert (found.rank, found.trouble) == (1, what) and after <= seconds <= after + 1 if what else found is None
 
 
+@pytest.mark.parametrize("alive", [None, -5.0])
+def test_a_silent_rank_was_well_at_its_last_sign_and_is_found_among_those_to_judge(alive):
+    dog, silent = Watchdog(LIMITS), Sign(record(alive) if alive else None, "S", 0.0)
+    for judged in ({0}, {0, 1}):
+        for second in range(200):
+            signs = {0: Sign(record(second, count=second), "S", second), 1: silent}
+            if found := dog.look(signs, float(second), judged):
+                break
+        assert (found is not None) == (1 in judged)
+    assert found.rank == 1 and found.when == (alive or 0.0)
+
+
 def test_silence_counts_only_while_the_processor_is_idle():
     """A thread that holds the interpreter's lock and computes lets no other thread beat: that is no trouble."""
     for busy in (lambda now: Sign(record(), "R", 0.02 * now), lambda now: Sign(record(), "S", 0.5 * now)):
@@ -174,3 +186,4 @@ def test_the_stuck_rank_is_the_one_that_does_not_wait():
     assert find_stuck_rank({0: WAITS, 1: WORKS, 2: WAITS}, records) == 1
     assert find_stuck_rank({0: WAITS, 1: WAITS, 2: WAITS}, records) == 2  # the one that has come least far
     assert find_stuck_rank({0: WAITS, 1: WAITS, 2: WAITS}, records | {0: record(steps=4)}) == 0
+    assert find_stuck_rank({0: "", 1: WAITS, 2: WORKS}, records) == 2  # a stack that was not written tells nothing
