@@ -52,11 +52,14 @@ def test_what_dead_jobs_left_is_removed_and_nothing_else(temporary, monkeypatch)
     for name, (pid, silent, age) in kept.items():
         folder_of(temporary, name, pid, silent, age)
     (temporary / f"shoal-beats-{os.getuid() + 1}-theirs").mkdir()
-    (temporary / f"shoal-beats-{os.getuid()}-1234-29400-0").mkdir(mode=0o755)
+    folder_of(temporary, "1234-29400-0", dead, silent=LONG)
+    (temporary / f"shoal-beats-{os.getuid()}-1234-29400-0").chmod(0o755)  # anybody may have made the records in it
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     mine = make_shared_folder(MEMBER)
     there = {path.name.split("-", 3)[-1] for path in temporary.iterdir()}
     assert mine.is_dir() and there == {*kept, "77-29400-0-2", "theirs", "1234-29400-0"}
+    mine.chmod(0o777)
+    assert make_shared_folder(MEMBER) is None
 
 
 def test_the_first_rank_of_a_host_alone_removes(temporary):
