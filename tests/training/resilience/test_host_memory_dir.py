@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -117,6 +118,17 @@ def test_no_room_while_it_runs_is_told_and_costs_nothing_but_that_save(tmp_path,
         assert memory_slot.newest_step(tmp_path / "home") == (None if step == 1 else step)
     memory.close()
     assert said == ["step 1 could not be saved in memory: rank 0: No space left on device"]
+
+
+def test_a_rank_whose_tensors_others_save_keeps_an_empty_part(tmp_path):
+    """As the second replica has without ZeRO."""
+    said = []
+    memory = checkpointer(tmp_path, report=said.append)
+    state = {name: [replace(piece, primary=False) for piece in pieces] for name, pieces in pieces_of(1, 3, 0, 1).items()}
+    memory.save(1, state, {"step": 1})
+    memory.wait()
+    assert said == [] and memory_slot.newest_step(tmp_path / "home") == 1
+    memory.close()
 
 
 def test_memory_is_had_before_it_is_needed(tmp_path, monkeypatch):
