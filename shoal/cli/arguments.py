@@ -7,6 +7,7 @@ defaults. Both are validated by the same rules.
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -49,7 +50,8 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
     if file and not file.exists():
         refuse_model_name(str(file), "--model" if "model" in options.model_fields else "--model.name")
     if file and file.suffix in (".jsonl", ".parquet", ".txt", ".md") and "data" in (sections or RunConfig.model_fields):
-        raise UsageError(f"{file}: the first word is a run's TOML file.\n  Give a text with --data.paths {file}.")
+        raise UsageError(f"{file}: the first word is a run's TOML file.\n  Give a text with --data.paths {file}, or "
+                         "end the name of a run's file in .toml.")
     base = (load_config(file) if file else RunConfig.model_validate(COMMANDS[command].run or {})).model_dump()
     fields = RunConfig.model_fields
     types = {"": options} | {name: type(fields[name].default) for name in sections or fields}
@@ -118,10 +120,24 @@ def _complete_resume(args: list[str]) -> list[str]:
         if not run_file.is_file():
             near = suggest_run(args[i])
             if near and Path(args[i], "manifest.json").is_file():
-                near += " It resumes from its newest checkpoint: for an older one, move the later ones away."
+                near += _command_from_step(Path(args[i]))
             raise UsageError(f"--resume {args[i]}: not a run folder: it has no {RUN_FILE}.{near}")
         args.insert(0, str(run_file))
     return args
+
+
+def _command_from_step(checkpoint: Path) -> str:
+    """Return the end of an error about a checkpoint given as a run: the command that resumes the run from this step."""
+    run, name = checkpoint.absolute().parent.parent, checkpoint.absolute().name
+    if checkpoint.absolute().parent.name != "checkpoints" or not (run / RUN_FILE).is_file():
+        return " It resumes from its newest checkpoint: for an older one, move the later ones away."
+    steps = {path: len(path.name) for path in checkpoint.absolute().parent.glob("step-*")}
+    later = sorted(path for path, length in steps.items() if (length, path.name) > (len(name), name))
+    words = shlex.join(["shoal", "train", "--resume", str(run)])
+    if later:  # a run resumes from its newest; the later ones are kept, but out of its sight
+        aside = str(run / f"after-{name}")
+        words = f"{shlex.join(['mkdir', aside])} && {shlex.join(['mv', *map(str, later), aside])} && {words}"
+    return f"\n  To resume from this step: {words}"
 
 
 def _folder_to_resume(args: list[str]) -> Path:

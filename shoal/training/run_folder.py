@@ -145,11 +145,12 @@ def _listed(values: Mapping[str, object]) -> str:
 
 
 def resume_command(folder: Path, config: RunConfig) -> str:
-    """Return the command that resumes a run with the same number of steps and numbers of the optimizer."""
+    """Return the command that resumes a run with the same number of steps and settings of the optimizer."""
     words = ["shoal", "train", "--resume", str(folder)]
     for name, value in list_changes(folder, config).items():
-        if name.startswith(("train.steps", "optimizer.")) and type(value) in (int, float, str):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+        if name.startswith(("train.steps", "optimizer.")) and value != {}:  # no option empties a table
+            pairs = [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
+            words += [f"--{name.replace('_', '-')}", *map(str, pairs if isinstance(pairs, list) else [value])]
     return shlex.join(words)
 
 

@@ -318,7 +318,8 @@ def test_resume_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
         ("--verbose", "there is no command '--verbose'; allowed: bench"),
         ("train nothing.toml", "no such file: nothing.toml"),
         ("train nothing", "no such file: nothing"),
-        ("train my.txt", "my.txt: the first word is a run's TOML file.\n  Give a text with --data.paths my.txt."),
+        ("train my.txt", "my.txt: the first word is a run's TOML file.\n  Give a text with --data.paths my.txt, or end "
+         "the name of a run's file in .toml."),
         ("plan run.toml", "run.toml: shoal plan reads no config of a run."),
         ("train gpt2-124m", "gpt2-124m: a model of the catalog is chosen with --model.name gpt2-124m."),
         ("estimate gpt3-175b", "gpt3-175b: a model of the catalog is chosen with --model gpt3-175b."),

@@ -4,12 +4,15 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shoal.base.errors import UsageError
+from shoal.cli.arguments import parse_run
+from shoal.cli.run.train import TrainOptions
 from shoal.engine.data.prepare import train_tokenizer
 from shoal.engine.optim.schedule import learning_rate
 from shoal.launch.inference import sample
@@ -137,6 +140,32 @@ def test_a_file_in_its_place_is_refused(tmp_path):
 def test_the_command_that_resumes_can_be_pasted(tmp_path):
     folder = new_run(RunConfig(), tmp_path / "with space")
     assert shlex.split(resume_command(folder, RunConfig()))[3:] == [str(folder)]
+
+
+@pytest.mark.parametrize("changes", [
+    {"nesterov": True}, {"betas": (0.8, 0.99)}, {"lr_factors": {"head": 2.0, "embed*": 0.5}},
+])
+def test_the_command_that_resumes_gives_every_changed_setting_of_the_optimizer(tmp_path, changes):
+    folder = new_run(RunConfig(), tmp_path / "run")
+    wanted = RunConfig().replace(optimizer=changes)
+    words = shlex.split(resume_command(folder, wanted))[2:]
+    assert parse_run("train", TrainOptions, words)[1].optimizer == wanted.optimizer
+
+
+def test_a_checkpoint_to_resume_is_refused_with_the_commands_that_resume_from_it(tmp_path):
+    run = new_run(RunConfig(), tmp_path / "my run")
+    steps = [run / "checkpoints" / f"step-{step:08d}" for step in (2, 4, 6, 100_000_000)]
+    for step in steps:
+        step.mkdir(parents=True)
+        (step / "manifest.json").write_text("{}")
+    for step, kept in ((steps[3], 4), (steps[1], 2)):
+        with pytest.raises(UsageError) as refused:
+            parse_run("train", TrainOptions, ["--resume", str(step)])
+        commands = str(refused.value).rpartition("To resume from this step: ")[2].split(" && ")
+        assert shlex.split(commands.pop()) == ["shoal", "train", "--resume", str(run)]
+        for command in commands:
+            subprocess.run(shlex.split(command), check=True)
+        assert sorted((run / "checkpoints").iterdir()) == steps[:kept]
 
 
 def test_the_second_signal_of_a_request_finds_the_handler_also_after_a_short_run():
