@@ -124,7 +124,8 @@ def test_a_rank_whose_tensors_others_save_keeps_an_empty_part(tmp_path):
     """As the second replica has without ZeRO."""
     said = []
     memory = checkpointer(tmp_path, report=said.append)
-    state = {name: [replace(piece, primary=False) for piece in pieces] for name, pieces in pieces_of(1, 3, 0, 1).items()}
+    whole = pieces_of(1, 3, 0, 1)
+    state = {name: [replace(piece, primary=False) for piece in pieces] for name, pieces in whole.items()}
     memory.save(1, state, {"step": 1})
     memory.wait()
     assert said == [] and memory_slot.newest_step(tmp_path / "home") == 1
