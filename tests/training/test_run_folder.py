@@ -18,7 +18,7 @@ from shoal.engine.optim.schedule import learning_rate
 from shoal.launch.inference import sample
 from shoal.report.curves import describe_curves
 from shoal.report.run import write_report
-from shoal.spec.config import RUN_FILE, RunConfig, build_config, load_config, save_config
+from shoal.spec.config import RUN_FILE, RunConfig, build_config, load_config, save_config, suggest_run
 from shoal.training import run_folder
 from shoal.training.records.metrics import read_metrics
 from shoal.training.resilience.events import read_events, write_event
@@ -166,6 +166,12 @@ def test_a_checkpoint_to_resume_is_refused_with_the_commands_that_resume_from_it
         for command in commands:
             subprocess.run(shlex.split(command), check=True)
         assert sorted((run / "checkpoints").iterdir()) == steps[:kept]
+
+
+def test_a_folder_of_runs_suggests_the_newest(tmp_path):
+    for name, time in (("c", 1000), ("a", 3000), ("b", 2000)):
+        os.utime(new_run(RunConfig(), tmp_path / name) / RUN_FILE, (time, time))
+    assert suggest_run(tmp_path) == f"\n  Did you mean {tmp_path / 'a'}?"
 
 
 def test_the_second_signal_of_a_request_finds_the_handler_also_after_a_short_run():
