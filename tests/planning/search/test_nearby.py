@@ -26,7 +26,10 @@ def test_batches_near_one_divide_into_more_replicas(batch, devices):
 def test_parts_of_a_cluster_take_the_batch_on_more_replicas(nodes, per_node, batch):
     whole = cluster(f"{nodes}x{per_node}xH100-IB400")
     each = per_node if nodes > 1 else 1
-    sizes = [part.size for part in smaller_clusters(whole, batch)]
+    sizes = []
+    for part in smaller_clusters(whole, batch):
+        assert part.per_node == (per_node if nodes > 1 else part.size)
+        sizes.append(part.size)
     expected, most = [], gcd(batch, whole.size)
     for size in range(whole.size - each, 0, -each):
         if 2 * size > whole.size and gcd(batch, size) >= 2 * most:
