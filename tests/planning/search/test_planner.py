@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.search import search
@@ -63,6 +64,23 @@ def test_the_fastest_for_some_money_is_that_of_all_numbers_of_nodes(monkeypatch:
         assert (found and found.found.seconds) == (fastest and fastest.found.seconds)
     monkeypatch.setattr(asked, "best_on", None)
     assert asked.affordable(0.1 * min(prices)) is None, "nothing is sought where the products alone take longer"
+
+
+def test_days_and_dollars_are_seconds_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = planner("llama-3.2-1b", "5x2xH100", global_batch=30)
+    steps = {"tokens": 1000 * asked.run.tokens, "price": 2.0}
+    limits: list[float] = []
+    monkeypatch.setattr(asked, "doubling", lambda progress: ())
+    monkeypatch.setattr(asked, "affordable", lambda limit, progress: limits.append(limit))
+    monkeypatch.setattr(asked, "fast_enough", lambda limit, known, progress: limits.append(limit))
+    asked.train_within(budget=100, **steps)  # pays for 50 hours of a device
+    asked.train_within(days=2, **steps)
+    assert limits == pytest.approx([50 * 3600 / 1000, 2 * 86400 / 1000])
+    with pytest.raises(UsageError, match=r"--budget 191: a node for 2 days is \$192"):
+        asked.limit(2, 191, 2)
+    for budget, nodes in ((10_000, 5), (3 * 192, 3), (3 * 192 - 1, 2)):
+        asked.limit(2, budget, 2)
+        assert asked.run.cluster.nodes == nodes
 
 
 def test_a_budget_is_met(capsys: pytest.CaptureFixture) -> None:
