@@ -1,11 +1,15 @@
-"""Token files of Megatron-LM, read in place as training data, and written.
+"""Files of token ids, read in place as training data: pairs of Megatron-LM, which are also written, and plain ones.
 
-``NAME.bin`` holds the ids of all sequences, one after another. ``NAME.idx`` (little-endian) describes them:
+``NAME.bin`` of a pair holds the ids of all sequences, one after another. ``NAME.idx`` (little-endian) describes them:
 
     magic "MMIDIDX\\0\\0", version 1 (u64), code of the id type (u8), sequences n (u64), documents + 1 (u64)
     lengths [n] i32, byte offsets [n] i64, first sequence of each document and n [documents + 1] i64
 
 This is the format of ``megatron/core/datasets/indexed_dataset.py`` (Megatron-LM, NVIDIA 2019-2025).
+
+A plain ``NAME.bin``, without an index, holds u16 ids alone (karpathy/nanoGPT, ``data/openwebtext/prepare.py``), or 256
+i32 before them: a magic number for u16 or u32 ids, a version, and their number (karpathy/llm.c,
+``dev/data/data_common.py``; modded-nanogpt). A document in it ends with the tokenizer's end token.
 """
 
 from __future__ import annotations
@@ -23,26 +27,59 @@ import xxhash
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, expanded, open_to_read, write_atomically
 from shoal.engine.data.token_stream import Split, Stream, StreamContents, read_across
+from shoal.engine.data.tokenizer import Tokenizer
 from shoal.spec.config import DataConfig
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # codes 6 and 7 are of floats
+_HEADERS = {20240520: "<u2", 20240801: "<u4"}  # types of plain ids by the magic number of their header
+_HEADER_BYTES = 1024
 _SMALL = 65_500  # vocabularies below this are written as uint16, as Megatron does
 _PROBES, _PROBE = 64, 1 << 15  # blocks of ids that are read to check and identify a file
 _CHUNK = 1 << 24  # ids copied at once
 
 
 @dataclass(frozen=True)
-class _IndexedFile:
-    """A pair of files: ids [tokens], memory-mapped, and the position after the last id of each document."""
+class _TokenFile:
+    """A file of ids [tokens], memory-mapped, and the position after the last id of each document."""
 
     path: Path
     ids: np.ndarray
     ends: np.ndarray
+    indexed: bool
 
     @staticmethod
-    def open(prefix: str) -> _IndexedFile:
+    def open(prefix: str, end_of_document: int) -> _TokenFile:
+        """Open ``prefix.bin``, with its index if there is one."""
+        if os.path.isfile(f"{prefix}.idx"):
+            return _TokenFile.open_indexed(prefix)
+        return _TokenFile.open_plain(Path(f"{prefix}.bin"), end_of_document)
+
+    @staticmethod
+    def open_plain(path: Path, end_of_document: int) -> _TokenFile:
+        """Map a file without an index; raises `UsageError` if it holds no ids of a known type."""
+        try:
+            with open_to_read(path) as file:
+                size, head = os.fstat(file.fileno()).st_size, file.read(12)
+            magic, _, count = struct.unpack("<3i", head.ljust(12))
+            skipped, kind = (_HEADER_BYTES, _HEADERS[magic]) if magic in _HEADERS else (0, "<u2")
+            tokens, odd = divmod(size - skipped, np.dtype(kind).itemsize)
+            if odd or tokens < 1 or (skipped and tokens != count):
+                stated = f"{count} ids after a header of {skipped} bytes" if skipped else "ids of 2 bytes"
+                raise ValueError(f"its {size} bytes are no {stated}")
+            ids = np.memmap(path, kind, mode="r", offset=skipped)
+            if not skipped and tokens > 1 and not ids[1:_PROBE:2].any():
+                raise ValueError("every second number in it is 0, as in ids of 4 bytes; such a file needs its .idx")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} has no .idx beside it, and is no plain file of ids either: {error}.") from None
+        parts = (start + 1 + np.flatnonzero(ids[start : start + _CHUNK] == end_of_document)
+                 for start in range(0, tokens, _CHUNK))  # fmt: skip
+        ends = np.concatenate([*parts])
+        return _TokenFile(path, ids, ends if len(ends) and ends[-1] == tokens else np.append(ends, tokens), False)
+
+    @staticmethod
+    def open_indexed(prefix: str) -> _TokenFile:
         """Map ``prefix.bin`` and read ``prefix.idx``; raises `UsageError` if they do not fit together."""
         index, content = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         try:
@@ -74,7 +111,7 @@ class _IndexedFile:
         except (OSError, ValueError, struct.error) as error:
             raise UsageError(f"{index} and {content.name} are not files of Megatron: {error}.") from None
         ends = np.concatenate(([0], after))[firsts[1:]]
-        return _IndexedFile(content, ids, ends[np.diff(ends, prepend=0) > 0])
+        return _TokenFile(content, ids, ends[np.diff(ends, prepend=0) > 0], True)
 
     def probe(self, vocab_size: int) -> str:
         """Return a hash of the documents' lengths and of evenly spaced blocks of ids, which are checked."""
@@ -87,27 +124,32 @@ class _IndexedFile:
 
 
 class MegatronStream:
-    """One split of Megatron files, read in place; documents with the text of several sequences stay together.
+    """One split of files of ids, read in place; documents with the text of several sequences stay together.
 
-    The last documents, `data.validation_fraction` of all ids, are the validation split.
+    The last documents, `data.validation_fraction` of all ids, are the validation split. A document of a plain file that
+    would leave less than half of it is cut.
 
     Raises:
         UsageError: a file is missing or damaged, or an id is outside the tokenizer's vocabulary. Blocks of each file
             are checked when it is opened, other ids when they are read.
     """
 
-    def __init__(self, config: DataConfig, vocab_size: int, tokenizer: str, split: Split) -> None:
-        files = [_IndexedFile.open(prefix) for prefix in find_prefixes(config.paths)]
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, split: Split) -> None:
+        vocab_size, end = tokenizer.vocab_size, tokenizer.end_of_document
+        files = [_TokenFile.open(prefix, end) for prefix in find_prefixes(config.paths)]
         self.split, self._files, self._vocab = split, files, vocab_size
         self._starts = np.cumsum([0] + [len(file.ids) for file in files])
         ends = np.concatenate([file.ends + start for file, start in zip(files, self._starts[:-1], strict=True)])
         total = int(self._starts[-1])
-        cut = int(np.searchsorted(ends, (1 - config.validation_fraction) * total))
+        wanted = (1 - config.validation_fraction) * total
+        cut = int(np.searchsorted(ends, wanted))
         boundary = int(ends[cut]) if cut < len(ends) else total
+        if total - boundary < (total - wanted) / 2 and not all(file.indexed for file in files):
+            boundary = int(wanted)
         self._first, last = (0, boundary) if split == "train" else (boundary, total)
         self._length = last - self._first
         self._ends = ends[(ends > self._first) & (ends <= last)] - self._first
-        content = xxhash.xxh3_128(f"megatron {tokenizer} {config.validation_fraction}".encode())
+        content = xxhash.xxh3_128(f"megatron {tokenizer.fingerprint} {config.validation_fraction}".encode())
         for file in files:
             content.update(file.probe(vocab_size).encode())
         name = ", ".join(config.paths)
@@ -154,21 +196,26 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path) -> None:
 
 
 def find_prefixes(paths: tuple[str, ...]) -> list[str]:
-    """Return the paths of pairs of files, without suffix: each given so, by one of the pair, by a folder or a glob.
+    """Return the paths of files of ids, without suffix: each given so, by one of a pair, by a folder or a glob.
+
+    A folder or a glob that has pairs has no plain files.
 
     Raises:
-        UsageError: a path matches no pair.
+        UsageError: a path matches no file.
     """
     found: dict[str, None] = {}
     for given in paths:
         if "://" in given.removeprefix("file://"):
             raise UsageError(f"data.paths: '{given}': these files are mapped into memory.\n  Copy them to a disk.")
         path = str(expanded(given.removeprefix("file://"), "data.paths"))
-        pattern = f"{path}/**/*.idx" if os.path.isdir(path) else f"{path.removesuffix('.idx').removesuffix('.bin')}.idx"
-        matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-        if not matches:
-            raise UsageError(f"data.paths: '{given}': no such pair of .idx and .bin (relative to {Path.cwd()}).")
-        found |= dict.fromkeys(match.removesuffix(".idx") for match in matches)
+        stem = f"{path}/**/*" if os.path.isdir(path) else path.removesuffix(".idx").removesuffix(".bin")
+        for suffix in (".idx",) if path.endswith(".idx") else (".idx", ".bin"):
+            pattern = f"{stem}{suffix}"
+            if matches := [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True)):
+                found |= dict.fromkeys(match.removesuffix(suffix) for match in matches)
+                break
+        else:
+            raise UsageError(f"data.paths: '{given}': no such file of ids, .bin and .idx (relative to {Path.cwd()}).")
     return list(found)
 
 

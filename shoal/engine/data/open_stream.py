@@ -1,4 +1,4 @@
-"""Open a split of a corpus as a stream of token ids: files of Megatron in place, others from the cache of shards."""
+"""Open a split of a corpus as a stream of token ids: files of token ids in place, others from the cache of shards."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def open_stream(config: DataConfig, tokenizer: Tokenizer, split: Split, *, progr
             "\n  Name files, such as with --data."
         )
     if config.reads == "megatron":
-        return MegatronStream(config, tokenizer.vocab_size, tokenizer.fingerprint, split)
+        return MegatronStream(config, tokenizer, split)
     return TokenStream(open_shards(config, tokenizer, progress=progress), split, tokenizer.end_of_document)

@@ -16,7 +16,8 @@ class SourceConfig(Section):
     source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub", "synthetic"] = "auto"
     """auto: the files in paths, each by its name; without paths, the dataset; without either, stdlib. stdlib: the text
     of Python's own standard library. text, jsonl, parquet: files in paths, whatever their names. megatron: .bin and
-    .idx files of token ids. hub: a Hugging Face dataset. synthetic: random tokens with uneven masks (for verification).
+    .idx files of token ids, and nanoGPT's .bin files. hub: a Hugging Face dataset. synthetic: random tokens with uneven
+    masks (for verification).
     """
 
     paths: tuple[str, ...] = ()

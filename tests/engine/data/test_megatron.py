@@ -1,8 +1,9 @@
-"""Files of Megatron: what is written is read again, by another reader of the format too; damage is found."""
+"""Files of token ids: what is written is read again, by another reader of the format too; damage is found."""
 
 import struct
 from itertools import chain, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,11 @@ from shoal.engine.data.tokenizer import BytesTokenizer
 from shoal.spec.config import DataConfig
 
 BYTES = BytesTokenizer()
+
+
+def words(vocab_size):
+    """Return what a stream reads of a tokenizer; its last id ends a document."""
+    return SimpleNamespace(vocab_size=vocab_size, fingerprint="", end_of_document=vocab_size - 1)
 
 
 class Documents:
@@ -83,7 +89,7 @@ def test_documents_come_back(tmp_path_factory, documents, vocab_size):
     assert read_index(folder / "a") == documents
     config = DataConfig(paths=[f"{folder}/a.idx"], validation_fraction=0.3)
     assert config.reads == "megatron"
-    streams = [MegatronStream(config, vocab_size, "", split) for split in ("train", "validation")]
+    streams = [MegatronStream(config, words(vocab_size), split) for split in ("train", "validation")]
     ids = np.concatenate([stream.read(0, len(stream)) for stream in streams])
     assert ids.tolist() == list(chain(*documents))
     ends = np.concatenate([stream.ends(stream.read(0, len(stream)), 0) for stream in streams])
@@ -154,7 +160,7 @@ def test_a_damaged_index_is_named(tmp_path, damage, message):
     index = tmp_path / "a.idx"
     index.write_bytes(damage(index.read_bytes()))
     with pytest.raises(UsageError, match=message):
-        MegatronStream(DataConfig(paths=[str(index)]), 257, "", "train")
+        MegatronStream(DataConfig(paths=[str(index)]), words(257), "train")
 
 
 def test_ids_that_do_not_fit_are_named(tmp_path):
@@ -165,7 +171,8 @@ def test_ids_that_do_not_fit_are_named(tmp_path):
         file.write(b"\0\0")
     with pytest.raises(UsageError, match="its 4 ids of 2 bytes are not the 10 bytes"):
         open_dataset(DataConfig(paths=[str(tmp_path / "a.bin")]), seed=0, split="train")
-    for path, message in (("none", "no such pair"), ("s3://bucket/a.idx", "mapped into memory")):
+    missing = "no such file of ids"
+    for path, message in (("none", missing), ("none.idx", missing), ("s3://bucket/a.idx", "mapped into memory")):
         with pytest.raises(UsageError, match=message):
             find_prefixes((path,))
     with pytest.raises(UsageError, match=r"no such file(.|\n)*Name a file of the pair of Megatron: .*/a\.idx"):
@@ -184,8 +191,51 @@ def test_a_changed_id_in_any_block_that_is_probed_is_seen(place, tmp_path, monke
         ids = np.arange(1000) % 257
         ids[place] = value
         write_index(tmp_path / "a", [ids[:600].tolist(), ids[600:].tolist()])
-        return MegatronStream(DataConfig(paths=[str(tmp_path)]), 257, "", "train").contents.fingerprint
+        return MegatronStream(DataConfig(paths=[str(tmp_path)]), words(257), "train").contents.fingerprint
 
     assert fingerprint(7) == fingerprint(7) != fingerprint(8)
     with pytest.raises(UsageError, match="token id 300 is outside"):
         fingerprint(300)
+
+
+def write_plain(path, documents, header=0):
+    """Write ids as nanoGPT's prepare.py does, or with the header of llm.c."""
+    ids, kind = list(chain(*documents)), "<u4" if header == 20240801 else "<u2"
+    head = np.array([header, 1, len(ids), *[0] * 253] if header else [], "<i4")
+    path.write_bytes(head.tobytes() + np.array(ids, kind).tobytes())
+
+
+@pytest.mark.parametrize("header", [0, 20240520, 20240801])
+def test_plain_files_of_nanogpt_and_llm_c_are_read(tmp_path, header):
+    documents = [[*range(i, i + 6), 99] for i in range(40)]
+    write_plain(tmp_path / "train_0.bin", documents[:30], header)
+    write_plain(tmp_path / "train_1.bin", documents[30:], header)
+    for path in (f"{tmp_path}/train_*.bin", str(tmp_path)):
+        config = DataConfig(source="megatron", paths=[path], validation_fraction=0.25)
+        train, validation = (MegatronStream(config, words(100), split) for split in ("train", "validation"))
+        assert train.read(0, len(train)).tolist() == list(chain(*documents[:30])) and len(validation) == 70
+        ends = np.flatnonzero(train.ends(train.read(0, len(train)), 0)) + 1
+        assert ends.tolist() == list(range(7, 211, 7)) and train.contents.documents == 30
+    assert DataConfig(paths=[f"{tmp_path}/train_0.bin"]).reads == "megatron"
+    with pytest.raises(UsageError, match="token id 99 is outside the vocabulary of 50 ids"):
+        MegatronStream(config, words(50), "train")
+
+
+def test_a_plain_file_without_ends_is_cut_for_validation(tmp_path):
+    write_plain(tmp_path / "train.bin", [[1 + i % 7 for i in range(1000)]])
+    config = DataConfig(paths=[f"{tmp_path}/train.bin"], validation_fraction=0.1)
+    assert [len(MegatronStream(config, words(9), split)) for split in ("train", "validation")] == [900, 100]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "its 0 bytes are no ids of 2 bytes"), (b"abc", "its 3 bytes are no ids of 2 bytes"),
+        (np.arange(9, dtype="<i4").tobytes(), "such a file needs its .idx"),
+        (np.array([20240520, 1, 7, *[0] * 253, 5], "<i4").tobytes(), "no 7 ids after a header of 1024 bytes"),
+    ],
+)  # fmt: skip
+def test_what_is_no_plain_file_is_refused(tmp_path, content, message):
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        MegatronStream(DataConfig(paths=[f"{tmp_path}/a.bin"]), words(257), "train")
