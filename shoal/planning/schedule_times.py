@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal.base.section import validate
 from shoal.pipeline.schedules import EVERY
-from shoal.pipeline.simulator.compare import PlayedSchedule, check_arguments, check_size, schedule_name
+from shoal.pipeline.simulator.compare import PlayedSchedule, check_arguments, check_size, schedule_names
 from shoal.pipeline.simulator.engine import Disturbance, simulate
 from shoal.planning.describe import describe_run
 from shoal.planning.estimable import check_estimable, check_names
@@ -16,7 +16,7 @@ from shoal.spec.layout import Layout
 
 
 def compare_schedules_on_cluster(
-    schedules: Sequence[str], cluster: str, *, model: str | None = None, pp: int = 4, microbatches: int = 8,
+    schedules: str | Sequence[str], cluster: str, *, model: str | None = None, pp: int = 4, microbatches: int = 8,
     virtual_stages: int | None = None, dp: int = 1, tp: int = 1, micro_batch: int = 1,
     sequence_length: int | None = None, precision: str = "bf16", blocking: bool = False,
     stragglers: Mapping[int, float] | None = None, slow_links: Mapping[tuple[int, int], float] | None = None,
@@ -25,7 +25,7 @@ def compare_schedules_on_cluster(
     """Simulate one step of several pipeline schedules with the times of `shoal.estimate`, in seconds.
 
     Args:
-        schedules: names as in a layout; hyphens, underscores and case are ignored.
+        schedules: a name as in a layout, or several; hyphens, underscores and case are ignored.
         cluster: cluster of pp x dp x tp accelerators.
         model: catalog name (default: llama-3-8b).
         pp: pipeline ranks.
@@ -49,7 +49,7 @@ def compare_schedules_on_cluster(
     >>> few.timeline.bubble > many.timeline.bubble
     True
     """
-    names = list(dict.fromkeys(schedule_name(name) for name in schedules))
+    names = schedule_names(schedules)
     check_arguments(names, virtual_stages=virtual_stages)
     check_names(precision, "adamw")
     disturbance = Disturbance(stragglers or {}, slow_links or {}, jitter, seed)

@@ -53,7 +53,7 @@ class PlayedSchedule:
 
 
 def compare_schedules(
-    schedules: Sequence[str] = ("1f1b",), *, file: str | Path | Program | None = None, pp: int = 4,
+    schedules: str | Sequence[str] = "1f1b", *, file: str | Path | Program | None = None, pp: int = 4,
     microbatches: int = 8,
     virtual_stages: int | None = None, slices: int | None = None, dp: int = 1, tp: int = 1, forward: float = 1.0,
     backward_input: float = 1.0, backward_weight: float = 1.0, pair: float | None = None, comm: float = 0.0,
@@ -64,9 +64,8 @@ def compare_schedules(
     """Simulate one step of several pipeline schedules with the same times, in any one unit.
 
     Args:
-        schedules: names as in a layout; also zb-1p and zb-2p, the automatic schedule with once and twice the
-            memory of 1f1b. Hyphens, underscores and capitals do not matter.
-            Duplicates are ignored.
+        schedules: a name as in a layout, or several; also zb-1p and zb-2p, the automatic schedule with once and twice
+            the memory of 1f1b. Hyphens, underscores and capitals do not matter. Duplicates are ignored.
         file: a schedule in the format of torch.distributed.pipelining, or a program, simulated first. It sets the
             number of pipeline ranks and micro-batches.
         pp: pipeline ranks.
@@ -102,7 +101,7 @@ def compare_schedules(
     1f1b 33.0
     zb-h1 27.0
     """
-    names = list(dict.fromkeys(schedule_name(name) for name in schedules))
+    names = schedule_names(schedules)
     check_arguments(names, str(file), virtual_stages=virtual_stages, slices=slices, memory=memory, pair=pair)
     if not forward + backward_input + backward_weight:
         raise UsageError("--forward, --backward-input and --backward-weight are all 0: there is nothing to play")
@@ -136,6 +135,11 @@ def compare_schedules(
         timeline = simulate(program, times, links, disturbance=disturbance, dp=dp, tp=tp)
         found.append(PlayedSchedule(name, timeline, equal if closed else None))
     return found
+
+
+def schedule_names(given: str | Sequence[str]) -> list[str]:
+    """Return the canonical name of a schedule, or of several, each once; see `schedule_name` for the errors."""
+    return list(dict.fromkeys(schedule_name(name) for name in ([given] if isinstance(given, str) else given)))
 
 
 def schedule_name(name: str) -> str:

@@ -110,7 +110,7 @@ def test_a_forward_and_a_backward_of_one_stage_are_no_pair() -> None:
 
 def test_slices_are_of_terapipe_alone_beside_others() -> None:
     sliced, other = compare_schedules(["terapipe", "gpipe"], pp=4, microbatches=4, slices=4)
-    (plain,) = compare_schedules(["gpipe"], pp=4, microbatches=4)
+    (plain,) = compare_schedules("gpipe", pp=4, microbatches=4)
     (cut,) = compare_schedules(["gpipe"], pp=4, microbatches=4, slices=4)
     assert other.timeline.step_time == plain.timeline.step_time > cut.timeline.step_time
     assert sliced.timeline.step_time == cut.timeline.step_time
