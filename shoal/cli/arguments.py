@@ -7,7 +7,6 @@ defaults. Both are validated by the same rules.
 from __future__ import annotations
 
 import inspect
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from shoal.base.options import listed, read
 from shoal.base.section import Section, validate
 from shoal.cli.commands import COMMANDS
 from shoal.spec.catalog.models import model_names
-from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, suggest_run
+from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, suggest_resume, suggest_run
 
 T = TypeVar("T", bound=Section)
 
@@ -120,24 +119,10 @@ def _complete_resume(args: list[str]) -> list[str]:
         if not run_file.is_file():
             near = suggest_run(args[i])
             if near and Path(args[i], "manifest.json").is_file():
-                near += _command_from_step(Path(args[i]))
+                near += suggest_resume(Path(args[i]))
             raise UsageError(f"--resume {args[i]}: not a run folder: it has no {RUN_FILE}.{near}")
         args.insert(0, str(run_file))
     return args
-
-
-def _command_from_step(checkpoint: Path) -> str:
-    """Return the end of an error about a checkpoint given as a run: the command that resumes the run from this step."""
-    run, name = checkpoint.absolute().parent.parent, checkpoint.absolute().name
-    if checkpoint.absolute().parent.name != "checkpoints" or not (run / RUN_FILE).is_file():
-        return " It resumes from its newest checkpoint: for an older one, move the later ones away."
-    steps = {path: len(path.name) for path in checkpoint.absolute().parent.glob("step-*")}
-    later = sorted(path for path, length in steps.items() if (length, path.name) > (len(name), name))
-    words = shlex.join(["shoal", "train", "--resume", str(run)])
-    if later:  # a run resumes from its newest; the later ones are kept, but out of its sight
-        aside = str(run / f"after-{name}")
-        words = f"{shlex.join(['mkdir', aside])} && {shlex.join(['mv', *map(str, later), aside])} && {words}"
-    return f"\n  To resume from this step: {words}"
 
 
 def _folder_to_resume(args: list[str]) -> Path:

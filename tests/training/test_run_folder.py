@@ -153,19 +153,23 @@ def test_the_command_that_resumes_gives_every_changed_setting_of_the_optimizer(t
 
 
 def test_a_checkpoint_to_resume_is_refused_with_the_commands_that_resume_from_it(tmp_path):
+    """Also a second time, when later checkpoints were saved again; what is no checkpoint stays."""
     run = new_run(RunConfig(), tmp_path / "my run")
     steps = [run / "checkpoints" / f"step-{step:08d}" for step in (2, 4, 6, 100_000_000)]
-    for step in steps:
-        step.mkdir(parents=True)
-        (step / "manifest.json").write_text("{}")
-    for step, kept in ((steps[3], 4), (steps[1], 2)):
+    other = run / "checkpoints" / "step-00000006.note"
+    other.mkdir(parents=True)
+    for step, kept in ((steps[3], 4), (steps[1], 2), (steps[1], 2)):
+        for each in steps:
+            each.mkdir(exist_ok=True)
+            (each / "manifest.json").write_text("{}")
         with pytest.raises(UsageError) as refused:
             parse_run("train", TrainOptions, ["--resume", str(step)])
-        commands = str(refused.value).rpartition("To resume from this step: ")[2].split(" && ")
+        commands = str(refused.value).rpartition("with the options to change: ")[2].split(" && ")
         assert shlex.split(commands.pop()) == ["shoal", "train", "--resume", str(run)]
         for command in commands:
             subprocess.run(shlex.split(command), check=True)
-        assert sorted((run / "checkpoints").iterdir()) == steps[:kept]
+        assert sorted((run / "checkpoints").iterdir()) == sorted([*steps[:kept], other])
+    assert len(list(run.glob("after-step-00000004*/step-*"))) == 4, "nothing is lost"
 
 
 def test_a_folder_of_runs_suggests_the_newest(tmp_path):

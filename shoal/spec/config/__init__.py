@@ -5,10 +5,19 @@ the error suggests the nearest existing key.
 """
 
 from shoal.spec.config.data import DataConfig, MixtureSource, SourceConfig
-from shoal.spec.config.run import RUN_FILE, RUNS, RunConfig, build_config, load_config, save_config, suggest_run
+from shoal.spec.config.run import (
+    RUN_FILE,
+    RUNS,
+    RunConfig,
+    build_config,
+    load_config,
+    save_config,
+    suggest_resume,
+    suggest_run,
+)
 from shoal.spec.config.sections import FailoverConfig, Float8Config, OptimizerConfig
 
 __all__ = [
     "RUNS", "RUN_FILE", "DataConfig", "FailoverConfig", "Float8Config", "MixtureSource", "OptimizerConfig", "RunConfig",
-    "SourceConfig", "build_config", "load_config", "save_config", "suggest_run",
+    "SourceConfig", "build_config", "load_config", "save_config", "suggest_resume", "suggest_run",
 ]  # fmt: skip

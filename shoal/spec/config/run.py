@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from collections.abc import Mapping
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +26,9 @@ RUN_FILE = "run.toml"
 
 RUNS = Path("runs")
 """Parent folder of runs without a run folder of their own."""
+
+SAVED = re.compile(r"step-(\d{8,})")
+"""Name of a checkpoint, see `shoal.engine.checkpoint`."""
 
 RENAMED_KEYS = {  # if several old keys are given, the first applies
     "testing.pace": "testing.min_step_seconds",
@@ -116,6 +122,22 @@ def suggest_run(path: str | Path) -> str:
     inside = sorted(Path(path).glob(f"*/{RUN_FILE}"), key=lambda file: file.stat().st_mtime)
     near = [*around[:1], *(file.parent for file in inside[-1:])]
     return f"\n  Did you mean {near[0]}?" if near else ""
+
+
+def suggest_resume(checkpoint: Path) -> str:
+    """Return the end of an error about a checkpoint given as a run: the command that resumes the run from this step."""
+    folder, name = checkpoint.absolute().parent, checkpoint.absolute().name
+    run, own = folder.parent, SAVED.fullmatch(name)
+    if folder.name != "checkpoints" or own is None or not (run / RUN_FILE).is_file():
+        return " It resumes from its newest checkpoint: for an older one, move the later ones away."
+    steps = {int(found[1]): path for path in folder.iterdir() if (found := SAVED.fullmatch(path.name))}
+    later = [str(steps[step]) for step in sorted(steps) if step > int(own[1])]
+    words = shlex.join(["shoal", "train", "--resume", str(run)])
+    if later:  # a run resumes from its newest; the later ones are kept, but out of its sight
+        names = (run / f"after-{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
+        aside = str(next(free for free in names if not free.exists()))
+        words = f"{shlex.join(['mkdir', aside])} && {shlex.join(['mv', *later, aside])} && {words}"
+    return f"\n  Once the run has ended, resume from this step, with the options to change: {words}"
 
 
 def build_config(

@@ -319,3 +319,11 @@ def test_products_that_add_to_the_sum_of_gradients_leave_no_pass_over_it() -> No
     layer, end = weights_on_rank(known.runs)
     moved = 8 * (2 + 4 + 4) * (known.runs.layers * layer + end)  # bytes: each gradient read, its sum read and written
     assert busy[0] - busy[1] == pytest.approx(moved[0] / known.hbm[0]) and busy[2] == busy[3], "shards are reduced"
+
+
+def test_a_host_that_computes_itself_launches_in_turn_also_without_a_pipeline() -> None:
+    rows = [LLAMA | {"pp": pp, "microbatches": 8, "through_memory": apart} for pp in (1, 4) for apart in (0, 1)]
+    runs = Runs.from_rows(rows)
+    k, busy = Kernels(runs, calibration()), step(runs, calibration()).busy
+    more = 8 * (runs.layers / runs.pp * k.launches_of_both + calibration().numbers["micro_batch"])
+    assert busy[[1, 3]] - busy[[0, 2]] == pytest.approx(more[[1, 3]], rel=0.02), "messages differ a little"

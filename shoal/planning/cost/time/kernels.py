@@ -349,11 +349,14 @@ class Kernels:
         forward = self.longer(self.forward, self.host)
         return forward, self.longer(self.forward + self.backward, self.launches_of_both) - forward
 
+    @cached_property
+    def alternates(self) -> np.ndarray:
+        """Whether launching and computing take turns: the host waits for each kernel, or computes itself."""
+        return (self.runs.blocking > 0) | (self.runs.through_memory > 0)
+
     def longer(self, computing: np.ndarray, launching: np.ndarray) -> np.ndarray:
-        """Return the longer of both times: the device computes while its host launches. Their sum where the host waits
-        for each kernel, or computes itself."""
-        apart = (self.runs.blocking > 0) | (self.runs.through_memory > 0)
-        return np.where(apart, computing + launching, np.maximum(computing, launching))
+        """Return the longer of both times, as the device computes while its host launches; or their sum."""
+        return np.where(self.alternates, computing + launching, np.maximum(computing, launching))
 
     # ---- the ends ------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class StepTimes(NamedTuple):
 def step(runs: Runs, constants: Calibration) -> StepTimes:
     """Return the step times of all runs."""
     r, c, k = runs, constants.numbers, Kernels(runs, constants)
-    (first_layers, most_layers, last_layers), waits = split_layers(r), (r.pp > 1) & (r.ahead == 0) | (r.blocking > 0)
+    (first_layers, most_layers, last_layers), waits = split_layers(r), (r.pp > 1) & (r.ahead == 0) | k.alternates
     device, launching, host = k.forward + k.backward, k.launches_of_both, c["micro_batch"]
     ends = k.head + k.further
 
