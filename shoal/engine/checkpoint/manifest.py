@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple
@@ -26,6 +25,7 @@ from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.engine.checkpoint import storage
+from shoal.spec.config import SAVED
 
 MANIFEST, MANIFEST_SUM = storage.COMMITS, "manifest.sha256"
 DTYPES = {
@@ -37,7 +37,6 @@ DTYPES = {
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST_BYTES = 256 << 20  # of a manifest: about a million boxes
-COMMITTED = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointError(UsageError):
@@ -279,7 +278,7 @@ def unusable(path: AnyPath, why: str) -> CheckpointError:
 
 def list_checkpoints(folder: AnyPath) -> list[Committed]:
     """Return the committed checkpoints in a folder, oldest first; `verify` checks that they are still intact."""
-    found = ((COMMITTED.fullmatch(name), folder / name) for name in storage.list_names(folder))
+    found = ((SAVED.fullmatch(name), folder / name) for name in storage.list_names(folder))
     return sorted(
         Committed(int(match[1]), path) for match, path in found if match and storage.exists(path / MANIFEST)
     )

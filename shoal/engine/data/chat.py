@@ -40,7 +40,7 @@ class ChatTemplate:
     """
 
     def __init__(self, template: str, names: dict[str, str], stop: Sequence[str] = ()):
-        import jinja2  # torch needs it too
+        import jinja2  # slow import
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self.text, self.names, self.stop = template, names, tuple(stop)

@@ -66,8 +66,8 @@ class _TokenFile:
             skipped, kind = (_HEADER_BYTES, _HEADERS[magic]) if magic in _HEADERS else (0, "<u2")
             tokens, odd = divmod(size - skipped, np.dtype(kind).itemsize)
             if odd or tokens < 1 or (skipped and tokens != count):
-                stated = f"{count} ids after a header of {skipped} bytes" if skipped else "ids of 2 bytes"
-                raise ValueError(f"its {size} bytes are no {stated}")
+                wanted = f"its header of {skipped} bytes states {count} ids" if skipped else "ids have 2 bytes each"
+                raise ValueError(f"{wanted}, and it has {size} bytes")
             ids = np.memmap(path, kind, mode="r", offset=skipped)
             if not skipped and tokens > 1 and not ids[1:_PROBE:2].any():
                 raise ValueError("every second number in it is 0, as in ids of 4 bytes; such a file needs its .idx")

@@ -155,7 +155,7 @@ class _PlacedRun:
 
 def _fill(template: str, run: _PlacedRun, **more: object) -> str:
     """Fill a file that a cluster reads, in Jinja's syntax."""
-    import jinja2  # torch needs it too
+    import jinja2  # slow import
 
     jinja = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__), undefined=jinja2.StrictUndefined, trim_blocks=True,

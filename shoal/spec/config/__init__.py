@@ -8,6 +8,7 @@ from shoal.spec.config.data import DataConfig, MixtureSource, SourceConfig
 from shoal.spec.config.run import (
     RUN_FILE,
     RUNS,
+    SAVED,
     RunConfig,
     build_config,
     load_config,
@@ -18,6 +19,6 @@ from shoal.spec.config.run import (
 from shoal.spec.config.sections import FailoverConfig, Float8Config, OptimizerConfig
 
 __all__ = [
-    "RUNS", "RUN_FILE", "DataConfig", "FailoverConfig", "Float8Config", "MixtureSource", "OptimizerConfig", "RunConfig",
-    "SourceConfig", "build_config", "load_config", "save_config", "suggest_resume", "suggest_run",
+    "RUNS", "RUN_FILE", "SAVED", "DataConfig", "FailoverConfig", "Float8Config", "MixtureSource", "OptimizerConfig",
+    "RunConfig", "SourceConfig", "build_config", "load_config", "save_config", "suggest_resume", "suggest_run",
 ]  # fmt: skip

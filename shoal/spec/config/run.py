@@ -28,7 +28,7 @@ RUNS = Path("runs")
 """Parent folder of runs without a run folder of their own."""
 
 SAVED = re.compile(r"step-(\d{8,})")
-"""Name of a checkpoint, see `shoal.engine.checkpoint`."""
+"""Name of a complete checkpoint in a run's folder of checkpoints, with the number of steps done."""
 
 RENAMED_KEYS = {  # if several old keys are given, the first applies
     "testing.pace": "testing.min_step_seconds",

@@ -230,9 +230,9 @@ def test_a_plain_file_without_ends_is_cut_for_validation(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "its 0 bytes are no ids of 2 bytes"), (b"abc", "its 3 bytes are no ids of 2 bytes"),
+        (b"", "2 bytes each, and it has 0"), (b"abc", "2 bytes each, and it has 3"),
         (np.arange(9, dtype="<i4").tobytes(), "such a file needs its .idx"),
-        (np.array([20240520, 1, 7, *[0] * 253, 5], "<i4").tobytes(), "no 7 ids after a header of 1024 bytes"),
+        (np.array([20240520, 1, 7, *[0] * 253, 5], "<i4").tobytes(), "of 1024 bytes states 7 ids, and it has 1028"),
     ],
 )  # fmt: skip
 def test_what_is_no_plain_file_is_refused(tmp_path, content, message):

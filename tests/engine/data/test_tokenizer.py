@@ -54,7 +54,7 @@ def test_it_can_be_written_in_a_chat_and_only_there(bpe):
 
 
 def test_a_file_that_cuts_and_pads_texts_does_neither(bpe, tmp_path):
-    """As models of sentences do."""
+    """Tokenizer files of sentence encoders, such as BERT's, have both settings."""
     file = Tokenizer.from_file(str(bpe.path))
     file.enable_truncation(4)
     file.enable_padding(length=64)

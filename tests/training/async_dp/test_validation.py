@@ -1,4 +1,4 @@
-"""A validation by replicas that wait for nobody is that of one process."""
+"""Replicas of asynchronous training compute the validation loss of one process."""
 
 import pytest
 

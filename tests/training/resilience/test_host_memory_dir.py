@@ -121,7 +121,7 @@ def test_no_room_while_it_runs_is_told_and_costs_nothing_but_that_save(tmp_path,
 
 
 def test_a_rank_whose_tensors_others_save_keeps_an_empty_part(tmp_path):
-    """As the second replica has without ZeRO."""
+    """Without ZeRO the second replica is such a rank: the first saves all tensors."""
     said = []
     memory = checkpointer(tmp_path, report=said.append)
     whole = pieces_of(1, 3, 0, 1)

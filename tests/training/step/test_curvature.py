@@ -134,7 +134,7 @@ def test_what_is_alive_besides_when_a_backward_of_an_estimate_begins(rule, numbe
 
 @pytest.mark.parametrize("rule", ["sophia-g", "sophia-h"])
 def test_passes_of_an_estimate_count_for_no_source(rule):
-    """Their labels, or weights, are not those of the training."""
+    """Such a pass has sampled labels or other weights, so its loss is not one of the training."""
     samples = MixtureDataset(
         {name: SyntheticDataset(259, 8, seed) for seed, name in enumerate(("web", "code"))},
         {name: MixtureSource() for name in ("web", "code")}, seed=0, sequence_length=8,
