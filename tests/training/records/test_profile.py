@@ -14,6 +14,7 @@ from shoal.cli.main import main
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.program import RECEIVES, SENDS, find_receive, matching_send
 from shoal.report.run import read_run
+from shoal.report.watch import watch
 from shoal.training.records.profile import IncompleteProfileError, read_profile
 from shoal.training.records.profiler import clock_offset
 from tests.trainings.runs import small_config, train_in
@@ -144,8 +145,10 @@ def test_a_profile_of_two_starts_is_left_out_of_the_report_with_one_note(corpus,
     shutil.copy(second / "profile" / "rank-00000.jsonl", first / "profile")
     assert main(["report", str(first)]) == 0
     said, page = capsys.readouterr().out, (first / "report.html").read_text()
-    assert all(text.count("is incomplete: it has 2 of 1 x 2 x 1 ranks, of 2 starts") == 1 for text in (said, page))
-    assert "measured step" not in said and "No step was profiled" not in said + page
+    watched = watch(first, out=tmp_path / "watched.html").read_text()
+    note = "is incomplete: it has 2 of 1 x 2 x 1 ranks, of 2 starts"
+    assert all(text.count(note) == 1 and "No step was profiled" not in text for text in (said, page, watched))
+    assert "measured step" not in said
 
 
 DAMAGED = {
