@@ -71,12 +71,14 @@ class ValueWatch:
         ]
 
     def run(self, engine: Engine, step: int) -> None:
-        """Run a step without its update."""
+        """Run a step without its update. Its losses are not added to those of the sources."""
         hooks = [hook for stage in engine.stages for hook in self.attach(stage)]
+        add, engine.runtime.on_loss = engine.runtime.on_loss, None  # training runs the same step itself
         self.position = 0  # shards hold different numbers of weights
         try:
             engine.step(step, dry=True)
         finally:
+            engine.runtime.on_loss = add
             for hook in hooks:
                 hook.remove()
             for stage in engine.stages:

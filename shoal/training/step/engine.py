@@ -227,6 +227,7 @@ class Engine(EngineState):
         """Apply a state that was loaded after ``updates`` updates."""
         self.optimizer.resume_at(updates)
         self.failed.zero_()
+        self.source_losses.reset()  # steps after that state are rerun, or their batches are skipped
         if self.float8 and self.float8.history:
             self.float8.history.restored()
         self.parameters.gather()

@@ -42,10 +42,14 @@ class SourceLosses:
             return None
         mine = self._sums * (self._mesh.index("tp") == 0)  # equal on all tensor-parallel ranks
         losses, targets = to_host(all_reduce(mine, self._mesh.group("world")))
-        self._sums.zero_()
+        self.reset()
         return {
             name: loss / count for name, loss, count in zip(self.names, losses, targets, strict=True) if count
         }
+
+    def reset(self) -> None:
+        """Forget the losses since they were taken."""
+        self._sums.zero_()
 
     def tokens(self, samples: int, length: int) -> dict[str, int] | None:
         """Return the tokens of each source in the first ``samples`` sequences of a run."""

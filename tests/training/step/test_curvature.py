@@ -21,6 +21,7 @@ from shoal.spec.config import MixtureSource, build_config
 from shoal.spec.layout import Layout
 from shoal.training.check import check
 from shoal.training.dry_run.tracker import Tracker
+from shoal.training.resilience.reexecute import trace
 from shoal.training.step import curvature
 from shoal.training.step.curvature import estimate
 from shoal.training.step.engine import Engine
@@ -132,14 +133,17 @@ def test_what_is_alive_besides_when_a_backward_of_an_estimate_begins(rule, numbe
     assert said == pytest.approx(max(seen), abs=0.05 * size)
 
 
-@pytest.mark.parametrize("rule", ["sophia-g", "sophia-h"])
-def test_passes_of_an_estimate_count_for_no_source(rule):
-    """Such a pass has sampled labels or other weights, so its loss is not one of the training."""
-    samples = MixtureDataset(
+def mixture() -> MixtureDataset:
+    return MixtureDataset(
         {name: SyntheticDataset(259, 8, seed) for seed, name in enumerate(("web", "code"))},
         {name: MixtureSource() for name in ("web", "code")}, seed=0, sequence_length=8,
     )  # fmt: skip
-    engine, _ = engine_of(rule, samples)
+
+
+@pytest.mark.parametrize("rule", ["sophia-g", "sophia-h"])
+def test_passes_of_an_estimate_count_for_no_source(rule):
+    """Such a pass has sampled labels or other weights, so its loss is not one of the training."""
+    engine, _ = engine_of(rule, mixture())
     batches = engine.get_batches(0)
     tokens = sum(batch.unmasked() for batch in batches)
     engine.step(0, dry=True)
@@ -149,6 +153,19 @@ def test_passes_of_an_estimate_count_for_no_source(rule):
     assert engine.source_losses.take() == {}
     engine.step(0, dry=True)
     assert engine.source_losses.take() == pytest.approx(expected)
+
+
+def test_reruns_of_a_step_and_steps_rolled_back_count_for_no_source():
+    engine, _ = engine_of("sgd", mixture())
+    engine.step(0, dry=True)
+    trace(engine, 1)  # computes a step that training runs as well
+    once = engine.source_losses.take()
+    engine.step(0, dry=True)
+    assert set(once) == {"web", "code"} and engine.source_losses.take() == once
+    engine.step(1, dry=True)
+    engine.restored(updates=0)
+    engine.step(0, dry=True)
+    assert engine.source_losses.take() == once
 
 
 @pytest.mark.parametrize(
