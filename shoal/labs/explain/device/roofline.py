@@ -74,7 +74,7 @@ def explain(options: RooflineOptions, console: Console) -> Callable[[], str]:
     costs, k, n = operations(found), found.run.shape.hidden, found.run.shape.ffn // options.tp
     if options.product:
         m, k, n = _sizes(options)
-        costs = {f"[{m}, {k}] x [{k}, {n}]": matrix_product(m, k, n, policy.compute.itemsize)}
+        costs = {f"{m},{k},{n}": matrix_product(m, k, n, policy.compute.itemsize)}
     points = {name: Placed(cost, attainable(found, name, cost)) for name, cost in costs.items()}
     where = f"{machine.name}, {kind}: {peak / 1e12:,.4g} TFLOP/s dense, {show_bytes(bandwidth)}/s"
     tokens = found.forward.tokens
@@ -111,14 +111,13 @@ def _table(points: Mapping[str, Placed], peak: float, bandwidth: float, *, measu
     rows = []
     for name, (cost, rate) in points.items():
         bound = "arithmetic" if cost.intensity >= peak / bandwidth else "memory"
-        row = [name, show_metric(cost.flops, "FLOP"), show_bytes(cost.bytes), f"{cost.intensity:,.3g}", bound]
-        if measured:
-            row.append(show_metric(min(peak, cost.intensity * bandwidth), "FLOP/s"))
-        shown = show_metric(rate, "FLOP/s")
-        rows.append([*row, shown, f"{100 * rate / peak:.1f} %", show_seconds(cost.flops / rate)])
-    rates = ("roof", "measured") if measured else ("roof",)
-    headings = ("operation", "FLOPs", "bytes", "FLOP/B", "bound by", *rates, "of peak", "time")
-    return text_table(headings, rows, words=(0, 4), gap=1)
+        size = [] if measured else [show_metric(cost.flops, "FLOP"), show_bytes(cost.bytes)]  # 80 columns hold no more
+        roof = [show_metric(min(peak, cost.intensity * bandwidth), "FLOP/s")] if measured else []
+        shown = show_metric(rate, "FLOP/s"), f"{100 * rate / peak:.1f} %", show_seconds(cost.flops / rate)
+        rows.append([name, *size, f"{cost.intensity:,.3g}", bound, *roof, *shown])
+    sizes, rates = ((), ("roof", "measured")) if measured else (("FLOPs", "bytes"), ("roof",))
+    headings = ("m,k,n" if measured else "operation", *sizes, "FLOP/B", "bound by", *rates, "of peak", "time")
+    return text_table(headings, rows, words=(0, 2 + len(sizes)), gap=1)
 
 
 def _facts(peak: float, machine: Accelerator, kind: str, k: int, n: int, itemsize: int) -> Table:
@@ -148,7 +147,7 @@ def measure_products() -> tuple[float, float, dict[str, Placed]]:
         for m, k, n in MEASURED:
             a, b = torch.randn(m, k), torch.randn(k, n)
             cost = matrix_product(m, k, n, itemsize=4)
-            points[f"[{m}, {k}] x [{k}, {n}]"] = Placed(cost, cost.flops / _time(partial(torch.matmul, a, b)))
+            points[f"{m},{k},{n}"] = Placed(cost, cost.flops / _time(partial(torch.matmul, a, b)))
     finally:
         torch.set_num_threads(threads)
     return max(point.rate for point in points.values()), bandwidth, points

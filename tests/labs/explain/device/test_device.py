@@ -8,6 +8,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.labs.explain.device import roofline
 from shoal.labs.explain.device.accelerators import find_node
+from shoal.labs.explain.device.roofline import Placed
 from shoal.planning.cost.roofline import least_rows, matrix_product
 from shoal.spec.catalog import accelerator
 from shoal.spec.catalog.accelerators import accelerators
@@ -102,6 +103,14 @@ def test_measured_points_are_rates_of_this_machine(capsys, monkeypatch):
     dot, square = points.values()
     assert square.rate == peak > 4 * dot.rate and bandwidth > 1e8
     assert dot.cost.intensity == pytest.approx(0.25, rel=1e-3)
+
+
+def test_measured_products_fit_a_terminal_of_80_columns(monkeypatch, capsys):
+    points = {f"{m},{k},{n}": Placed(matrix_product(m, k, n, 4), 55.6e9) for m, k, n in roofline.MEASURED}
+    monkeypatch.setattr(roofline, "measure_products", lambda: (80.3e9, 20.3e9, points))
+    monkeypatch.setenv("COLUMNS", "80")
+    out = explained(capsys, "roofline --measure")
+    assert all(re.search(rf"^{name} .* GFLOP/s 55.6 GFLOP/s .* [mµ]s$", out, re.M) for name in points)
 
 
 def test_gpt_4_on_one_b200(capsys):
