@@ -71,7 +71,7 @@ class ValueWatch:
         ]
 
     def run(self, engine: Engine, step: int) -> None:
-        """Run a step without its update. Its losses are not added to those of the sources."""
+        """Run a step without its update. The losses of sources leave it out."""
         hooks = [hook for stage in engine.stages for hook in self.attach(stage)]
         add, engine.runtime.on_loss = engine.runtime.on_loss, None  # training runs the same step itself
         self.position = 0  # shards hold different numbers of weights
