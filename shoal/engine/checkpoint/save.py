@@ -123,14 +123,20 @@ class Checkpointer:
         return plan, staged, self.copied
 
     def quarantine(self, after: int) -> None:
-        """Rename the checkpoints of later steps, so that no run resumes from them; they are kept."""
+        """Rename the checkpoints of later steps, so that no run resumes from them; they are kept.
+
+        Raises:
+            CheckpointError: on every rank: one could not be renamed.
+        """
         self.wait()
-        if self._rank == 0:
+
+        def rename() -> None:
             for step, path in list_checkpoints(self._folder):
                 if step > after:
                     aside = self._set_aside(path)
                     self._report(f"quarantined {path.name} as {aside.name}; it will not be used to resume")
-        gather(None, self._group)
+
+        self._on_first_rank(rename, f"checkpoints after step {after} are not to be used, but were not renamed: ")
 
     def regroup(self, group: HostGroup) -> None:
         """Save with the ranks of this group from now on; the others have exited. No save may be in flight."""

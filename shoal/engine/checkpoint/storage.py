@@ -33,22 +33,30 @@ COMMITS = "manifest.json"
 
 def list_names(folder: AnyPath) -> list[str]:
     """Return the sorted entries of a folder; empty if the folder does not exist."""
-    if isinstance(folder, Path):
-        return sorted(os.listdir(folder)) if folder.is_dir() else []
-    folder.fs.invalidate_cache()
     try:
+        if isinstance(folder, Path):
+            return sorted(os.listdir(folder))
+        folder.fs.invalidate_cache()
         paths = [path.strip("/") for path in folder.fs.ls(folder.path, detail=False)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     # An object store may list an empty object for the folder itself.
     return sorted(path.rpartition("/")[2] for path in paths if path != folder.path.strip("/"))
 
 
 def exists(path: AnyPath) -> bool:
-    if isinstance(path, UPath):
-        path.fs.invalidate_cache()
-        return path.exists()
-    return os.path.lexists(path)
+    """Return False only if there is certainly no such file: a disk or a store that does not answer may well have it."""
+    try:
+        if isinstance(path, UPath):
+            path.fs.invalidate_cache()
+            path.fs.info(path.path)
+        else:
+            path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except Exception:  # each object-store library has its own exceptions
+        return True
+    return True
 
 
 def is_inside_folder(path: AnyPath) -> bool:
@@ -95,17 +103,13 @@ def _missing(path: AnyPath) -> FileNotFoundError:
 
 
 def write(path: AnyPath, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a new file from parts, in order, and make it durable.
-
-    Raises:
-        FileExistsError: the file exists (on a disk).
-    """
+    """Write a file from parts, in order, and make it durable; in place of what a failed save may have left."""
     if isinstance(path, UPath):
         with path.open("wb") as remote:
             for part in parts:
                 remote.write(part)
         return
-    with path.open("xb", buffering=0) as file:
+    with path.open("wb", buffering=0) as file:
         for part in parts:
             view = memoryview(part).cast("B")
             while view:

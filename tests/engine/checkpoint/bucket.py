@@ -15,6 +15,8 @@ class Bucket(LocalFileSystem):
     protocol = "bucket"
     writes_left: int | None = None
     """Objects that can still be written, by this process, before it dies."""
+    silent = False
+    """Whether it is asked in vain what it has."""
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         if "w" in mode and Bucket.writes_left is not None:
@@ -22,6 +24,12 @@ class Bucket(LocalFileSystem):
             if Bucket.writes_left < 0:
                 raise ConnectionError("the store is gone")
         return super()._open(path, mode, **options)
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        """What it has of an object."""
+        if Bucket.silent:
+            raise ConnectionError("no answer")
+        return super().info(path, **options)
 
     def mv(self, *args: Any, **options: Any) -> None:
         """Not here."""

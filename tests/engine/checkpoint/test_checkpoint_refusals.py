@@ -118,6 +118,14 @@ def test_the_newest_good_one_is_found_and_the_refused_are_reported(path, tmp_pat
     assert newest_good(tmp_path / "nowhere") == (None, [])
 
 
+def test_a_checkpoint_that_cannot_be_looked_at_is_refused_by_name_and_not_overlooked(path, tmp_path):
+    """As by a server of files that is away for a moment: a run that then goes back further should say so."""
+    (tmp_path / "step-00000002").symlink_to("step-00000002")
+    assert newest(tmp_path).step == 2
+    found, (refused,) = newest_good(tmp_path)
+    assert found.step == 1 and "step-00000002 is not a complete checkpoint: Too many levels" in str(refused)
+
+
 # ---- another state ---------------------------------------------------------------------------------------------------
 
 

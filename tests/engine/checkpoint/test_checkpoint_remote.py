@@ -125,6 +125,18 @@ def test_the_same_step_again_keeps_the_old_one_beside_it(folder):
     assert loaded(folder / aside) == 1 and aside in notes[0]
 
 
+def test_a_store_that_does_not_answer_costs_no_checkpoint(tmp_path, monkeypatch):
+    """What may be a whole checkpoint of this step is not taken for the rest of a killed run."""
+    folder = to_path(address(tmp_path / "run"))
+    saves = checkpointer(folder)
+    saves.save(1, weights(1), {}, block=True)
+    monkeypatch.setattr(Bucket, "silent", True)
+    with pytest.raises(CheckpointError, match=r"saving step 1 failed: .*no answer"):
+        saves.save(1, weights(2), {}, block=True)
+    monkeypatch.undo()
+    assert newest(folder).step == loaded(newest(folder).path) == 1
+
+
 def test_quarantined_steps_are_kept_under_another_name(folder):
     notes = []
     saves = checkpointer(folder, report=notes.append)

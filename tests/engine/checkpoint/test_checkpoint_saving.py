@@ -281,8 +281,9 @@ def test_a_new_run_is_refused_in_the_folder_of_another(make, tmp_path):
     Checkpointer(tmp_path / "own", group=None, keep=1, asynchronous=True, fresh=True).close()
 
 
-def test_what_a_failed_save_left_goes_with_the_next_good_one(make, tmp_path, monkeypatch):
-    """A disk that is away or read-only lets nothing be removed."""
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_a_failed_save_left_goes_with_the_next_good_one(make, tmp_path, monkeypatch, step):
+    """A disk that is away or read-only lets nothing be removed; the same step may be saved again, as the last is."""
     checkpointer = make()
 
     def no_disk(*_):
@@ -294,5 +295,26 @@ def test_what_a_failed_save_left_goes_with_the_next_good_one(make, tmp_path, mon
         with pytest.raises(CheckpointError, match="Read-only"):
             checkpointer.save(1, weights(1), {}, block=True)
     assert len(list(tmp_path.glob(".staging*"))) == 1
-    checkpointer.save(2, weights(2), {}, block=True)
-    assert list(tmp_path.glob(".staging*")) == [] and steps(tmp_path) == [2]
+    checkpointer.save(step, weights(2), {}, block=True)
+    assert list(tmp_path.glob(".staging*")) == [] and steps(tmp_path) == [step]
+    assert loaded(newest(tmp_path).path) == 2
+
+
+def quarantine_on_a_broken_disk(folder) -> str:
+    checkpointer = Checkpointer(folder, group=dist.new_group(backend="gloo"), keep=9, asynchronous=True)
+    checkpointer.save(1, weights(1) if dist.get_rank() == 0 else {}, {}, block=True)
+    rename, storage.rename = storage.rename, None
+    try:
+        checkpointer.quarantine(after=0)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        storage.rename = rename
+        checkpointer.close()
+    return ""
+
+
+def test_every_rank_is_told_that_a_bad_checkpoint_could_not_be_quarantined(pool, tmp_path):
+    """None goes on, or waits for the others; a restart would resume from it."""
+    for error in pool.run(quarantine_on_a_broken_disk, 2, tmp_path):
+        assert error.startswith("checkpoints after step 0 are not to be used, but were not renamed: ")
