@@ -237,7 +237,7 @@ class Checkpointer:
 
     def _commit(self, folder: AnyPath, step: int, answers: list[dict[str, Any]]) -> str:
         """Check on rank 0 that all files are complete, then commit the checkpoint."""
-        note, committed = "", False
+        note = ""
         try:
             if failed := [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a["error"]]:
                 raise CheckpointError("; ".join(failed))
@@ -246,13 +246,14 @@ class Checkpointer:
             write_manifest(folder, merge(step, json.loads(answers[0]["result"][1]), parts))
             if isinstance(folder, Path):
                 storage.sync_folder(folder)
+                again = self._hold()
                 note, dropped = self._set_old_aside(folder, step)
+                note = again or note
                 if not dropped:
                     storage.rename(folder, self._folder / _name(step))
-            committed = True
-        finally:
-            if self._renames or not committed:
-                storage.remove(folder)  # remove the remains of the renamed folder
+        except BaseException:
+            storage.remove(folder)
+            raise
         self._remove_old(step)
         if self._renames:
             self._remove_uncommitted()  # of saves that failed on a disk that was full or away
@@ -300,13 +301,22 @@ class Checkpointer:
         if fresh:
             check_folder(self._folder, fresh=True)
         try:
-            self._lock = _lock_folder(self._folder)
+            self._hold()
             self._remove_uncommitted()  # left by a killed run
         except UnwritableFolder as error:
             if fresh:
                 raise
             self._report(str(error))  # the run can continue from memory, and the disk may return
         return secrets.token_hex(4)
+
+    def _hold(self) -> str:
+        """Lock the folder, if that was not possible before or its disk has gone; return a note for the user."""
+        if self._lock and storage.exists(self._folder / LOCK):
+            return ""
+        again = self._lock is not None
+        self._release()
+        self._lock = _lock_folder(self._folder)
+        return f"{self._folder} was gone and is made again: is its disk still mounted?" if again else ""
 
     @staticmethod
     def _attempt(action: Callable[[], Any]) -> dict[str, Any]:

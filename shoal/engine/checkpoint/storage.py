@@ -160,7 +160,7 @@ def lock(path: AnyPath) -> IO[Any] | None:
     `PATIENCE_SECONDS`: a process that was killed keeps its locks until its last thread has ended.
 
     Uses a POSIX record lock, which child processes do not inherit, so that an orphan cannot keep it. An object store
-    has no locks.
+    and some network file systems have no locks: there, nothing is held.
     """
     if isinstance(path, UPath):
         return io.StringIO()
@@ -174,3 +174,7 @@ def lock(path: AnyPath) -> IO[Any] | None:
                 file.close()
                 return None
             time.sleep(0.02)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+                raise
+            return file

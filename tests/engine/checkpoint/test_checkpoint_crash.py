@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, storage, verify
+from shoal.engine.checkpoint.save import check_folder
 from shoal.launch.worker_pool import Pool, RankError
 from tests.engine.checkpoint.cuts import whole
 from tests.trainings.runs import DEADLINE, wait_for
@@ -85,20 +84,12 @@ def test_a_kill_leaves_a_whole_checkpoint_and_no_torn_one(pool, tmp_path, functi
     assert list_checkpoints(tmp_path) == [(2, tmp_path / "step-00000002")]
 
 
-def test_two_runs_cannot_save_into_one_folder(pool, tmp_path):
+def test_two_runs_cannot_save_into_one_folder(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "PATIENCE_SECONDS", 0.1)
     with paused(pool, tmp_path, "rename", ".staging-step-00000002"):
         with pytest.raises(CheckpointError, match=r"another process saves checkpoints into"):
             Checkpointer(tmp_path, group=None, keep=1, asynchronous=True)
+        with pytest.raises(CheckpointError, match=r"another process saves checkpoints into"):
+            check_folder(tmp_path, fresh=False)
         assert len(list(tmp_path.glob(".staging-*"))) == 1  # the living run's staging folder is left alone
     Checkpointer(tmp_path, group=None, keep=1, asynchronous=True).close()
-
-
-def test_a_lock_of_a_process_that_is_ending_is_waited_for(tmp_path):
-    script = "import fcntl, sys, time; file = open(sys.argv[1], 'a')"
-    script += "; fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True)"
-    words = [sys.executable, "-c", f"{script}; time.sleep(0.5)", str(tmp_path / "lock")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        held = storage.lock(tmp_path / "lock")
-    assert held is not None
-    held.close()

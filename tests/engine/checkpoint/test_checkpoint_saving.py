@@ -1,19 +1,23 @@
 """The `Checkpointer`: asynchronous, one save in flight, keeps the newest, deletes only its own, survives failures."""
 
 import math
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, save, storage
 from tests.engine.checkpoint.cuts import whole
+from tests.trainings.runs import wait_for
 
 
 def weights(value: float):
@@ -81,6 +85,8 @@ def test_the_newest_are_kept_and_nothing_else_is_touched(make, tmp_path):
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "notes.txt").write_text("not a checkpoint")
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".staging-step-00000001-01234567").mkdir()  # of a killed run
+    (tmp_path / ".staging-step-00000001-01234567.copy").mkdir()
     checkpointer = make(keep=2)
     for step in (2, 3, 4, 5):
         checkpointer.save(step, weights(step), {})
@@ -88,8 +94,46 @@ def test_the_newest_are_kept_and_nothing_else_is_touched(make, tmp_path):
     assert steps(tmp_path) == [4, 5]
     assert (tmp_path / "step-00000001" / "notes.txt").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".lock", "notes.txt", "step-00000001", "step-00000004", "step-00000005",
+        ".lock", ".staging-step-00000001-01234567.copy", "notes.txt", "step-00000001", "step-00000004", "step-00000005",
     ]  # fmt: skip
+
+
+def test_what_a_rename_commits_is_durable_before_it_and_so_is_the_rename(make, tmp_path, monkeypatch):
+    """The power may fail at any time; `kill -9` alone leaves what was written to the system."""
+    checkpointer, durable, renamed = make(keep=1), set(), []
+    sync, rename = os.fsync, os.rename
+
+    def noted(old, new):
+        renamed.append(new)
+        assert durable >= {os.stat(each).st_ino for each in (old, *Path(old).iterdir())}
+        durable.clear()
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", lambda file: (sync(file), durable.add(os.fstat(file).st_ino)))
+    monkeypatch.setattr(os, "rename", noted)
+    checkpointer.save(1, weights(1), {}, block=True)
+    assert renamed == [str(tmp_path / "step-00000001")] and durable == {tmp_path.stat().st_ino}
+
+
+def test_the_memory_of_a_save_grows_and_its_file_does_not_keep_what_was_there(make, tmp_path):
+    checkpointer = make(keep=9)
+    sizes = (4, 100, 4)
+    for step, size in enumerate(sizes):
+        checkpointer.save(step, whole({"w": torch.arange(size)}), {}, block=True)
+    for (_, path), size in zip(list_checkpoints(tmp_path), sizes, strict=True):
+        assert load_file(path / "rank-00000.safetensors")[f"w[0:{size}]"].tolist() == list(range(size))
+
+
+def test_a_save_that_is_complete_is_told_once_it_is_waited_for(tmp_path):
+    told = []
+    checkpointer = Checkpointer(
+        tmp_path, group=None, keep=1, asynchronous=True, saved=lambda step, folder: told.append((step, folder))
+    )
+    checkpointer.save(3, weights(1), {})
+    wait_for(lambda: not checkpointer.in_flight)
+    assert not told and checkpointer.wait() == tmp_path / "step-00000003"
+    checkpointer.close()
+    assert told == [(3, tmp_path / "step-00000003")]
 
 
 def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_costs_none(make, tmp_path, monkeypatch):
@@ -182,11 +226,12 @@ def test_a_piece_that_does_not_fit_its_box_is_named(make):
 def test_an_abandoned_checkpointer_leaves_its_memory_to_the_next(make):
     first = make()
     first.prepare(weights(1))
+    assert first._memory.numel() > 0
     first.abandon(reuse=True)
     second = make()
     second.prepare(weights(2))
     assert second._memory.data_ptr() == first._memory.data_ptr()
-    second.close()
+    second.abandon()
     assert make()._memory.numel() == 0  # no other is to keep it
 
 
