@@ -4,7 +4,9 @@ This is the Python API. Every name is imported on first use, so that ``import sh
 Commands call the same functions; ``docs/api.md`` lists them with examples.
 """
 
+from functools import cache
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -109,8 +111,19 @@ __all__ = ["__version__", *(name for names in _HOMES.values() for name in names)
 def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(module), name)
+            value = getattr(import_module(module), name)
+            return _make_public(name, value) if isinstance(value, FunctionType) else value
     raise AttributeError(f"module 'shoal' has no attribute '{name}'; it has {', '.join(__all__)}")
+
+
+@cache
+def _make_public(name: str, function: FunctionType) -> Any:
+    """Return a function that checks its arguments, under its public name, by which it is pickled."""
+    from shoal.base.calls import check_arguments
+
+    public: Any = check_arguments(function)
+    public.__module__, public.__qualname__ = __name__, name
+    return public
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
 
 def run_examples(name: str) -> None:
     value = getattr(shoal, name)
-    home = importlib.import_module(value.__module__)
+    home = importlib.import_module(inspect.unwrap(value).__module__)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     for test in doctest.DocTestFinder(recurse=False).find(value, name, module=home):
         assert runner.run(test).failed == 0
@@ -58,6 +59,16 @@ def test_a_public_name_is_documented_with_an_example_that_runs(
     said = inspect.getdoc(getattr(shoal, name)) or ""
     assert len(said.split("\n\n")[0]) > 10 and ">>>" in said
     run_examples(name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if inspect.isfunction(getattr(shoal, name))])
+def test_every_argument_of_a_public_function_is_checked_and_the_function_can_be_pickled(name: str) -> None:
+    public = getattr(shoal, name)
+    assert pickle.loads(pickle.dumps(public)) is public
+    for parameter in inspect.signature(public).parameters.values():
+        if (parameter.kind, str(parameter.annotation)) != (inspect.Parameter.VAR_KEYWORD, "Any"):
+            with pytest.raises(shoal.UsageError, match=rf"^{name}: \w+ = <object .* is of type object\.\n  Give "):
+                public(**{parameter.name: object()})
 
 
 def test_the_page_lists_every_name_and_its_examples_run() -> None:

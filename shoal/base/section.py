@@ -74,11 +74,13 @@ def _precheck(values: Any, keys: tuple[str, ...]) -> Iterator[str]:
     elif isinstance(values, int) and abs(values) > LARGEST:
         yield f"{_printable('.'.join(keys))} is a number beyond 2^53."
     elif isinstance(values, (str, Path)) and SURROGATE.search(str(values)):
-        yield f"{_printable('.'.join(keys))} = {_truncate(str(values))} is not Unicode text."
+        yield f"{_printable('.'.join(keys))} = {truncate(str(values))} is not Unicode text."
 
 
 def _as_json(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    return value.item() if getattr(value, "ndim", None) == 0 else str(value)  # a scalar of NumPy or torch, or a path
 
 
 USUAL = {
@@ -111,7 +113,7 @@ def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str
         return f"there is no key '{dotted}'; ", did_you_mean(keys[-1], section.model_fields)
     what = "input should be a table" if error["type"] == "model_type" else error["msg"].removeprefix("Value error, ")
     of_table = error["type"] in ("missing", "value_error") and isinstance(error["input"], dict)  # several keys
-    given = "" if of_table else f" = {_truncate(error['input'])}"
+    given = "" if of_table else f" = {truncate(error['input'])}"
     return f"{dotted}{given}: ", f"{what[0].lower()}{what[1:]}"
 
 
@@ -128,14 +130,15 @@ def _keys(section: Any, place: tuple[str | int, ...]) -> list[str]:
     return keys
 
 
-def _truncate(value: Any) -> str:
+def truncate(value: Any) -> str:
+    """Return the ``repr`` of a wrong value, its first `SHOWN` characters."""
     shown = repr(value)
     return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
 
 
 def _printable(key: str) -> str:
     """Escape unprintable characters in a key, and truncate it."""
-    return _truncate(key)[1:-1] if len(key) > SHOWN or not key.isprintable() else key
+    return truncate(key)[1:-1] if len(key) > SHOWN or not key.isprintable() else key
 
 
 def plain(config: BaseModel) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.base.errors import UsageError
 from shoal.planning.estimable import check_device, check_estimable, check_layout_on_cluster, check_names
@@ -15,10 +15,8 @@ from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.catalog.software import Software, find_software
 from shoal.spec.compatibility.sizes import MOST_MICROBATCHES
+from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
-
-if TYPE_CHECKING:
-    from shoal.spec.config import RunConfig
 
 DEFAULT_MODEL = "llama-3-8b"
 TOKENS_PER_STEP = 4 * 2**20

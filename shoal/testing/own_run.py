@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from shoal.base.calls import check_arguments
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint.load import load_checkpoint
 from shoal.engine.checkpoint.manifest import newest
@@ -161,6 +162,7 @@ class Run:
                 why = f"\n  operators are not split: {found.unsplit}" if found.unsplit else ""
                 print(f"layout auto: {found.fitting[0].summary()}{why}")
 
+    @check_arguments
     def train(self, steps: int, *, folder: str | Path | None = None, resume: str | Path | None = None) -> RunResult:
         """Train up to a step, in a new run folder (default: under ``runs/``) or in that of a run to resume.
 
@@ -170,7 +172,7 @@ class Run:
         if detect_rank_env() is not None and folder is None and resume is None:
             raise UsageError("Run.train: ranks that torchrun or SLURM started need the name of a run folder.\n"
                              "  Give folder=.")
-        if not isinstance(steps, int) or steps < 1:
+        if steps < 1:
             raise UsageError(f"Run.train: steps = {steps!r}.\n  Give the step to train up to, 1 or more.")
         where = [] if folder is None and resume is None else [Path(folder or resume or "")]
         with self._written() as config:
@@ -178,6 +180,7 @@ class Run:
             code = train(planned, run_folder=folder, resume=resume, started=where.append)
         return RunResult(where[0], code, read_metrics(where[0]), self.own)
 
+    @check_arguments
     def verify(self, layout: Layout | None = None, *, steps: int = 3, show: bool = True) -> Verification:
         """Compare a layout (default: the run's) with plain PyTorch and with one device, in float64.
 
@@ -187,6 +190,7 @@ class Run:
         with self._written(layout) as config:
             return verify(config, steps=steps, show=show)
 
+    @check_arguments
     def estimate(self, layout: Layout | None = None, *, cluster: str | None = None) -> OwnEstimate:
         """Estimate memory and time of a layout on a cluster (default: the run's), from one micro-batch without values.
 
@@ -196,6 +200,7 @@ class Run:
         with self._written(layout) as config:
             return estimate_own_model(config, cluster or self.cluster)
 
+    @check_arguments
     def dry_run(
         self, layout: Layout | None = None, *, cluster: str | None = None, rank: int = 0, steps: int = 4,
         measure: bool = False,
@@ -213,6 +218,7 @@ class Run:
         with self._written(layout) as config:
             return dry_run_own_model(config, cluster or self.cluster, rank=rank, steps=steps, measure=measure)
 
+    @check_arguments
     def partition(self, *, cluster: str | None = None, show: bool = True) -> PipeDreamPartition:
         """Return the stages and replicas that PipeDream would choose for the modules of the pipeline, and print them.
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
+from shoal.base.calls import check_arguments
 from shoal.base.errors import UsageError
 from shoal.base.units import DAY, HOUR
 from shoal.planning.cost.flops import layer_flops
@@ -72,6 +73,7 @@ class LayoutPlanner:
     4
     """
 
+    @check_arguments
     def __init__(
         self, model: str = "llama-3-8b", cluster: str = "8xH100", *, global_batch: int | str | None = None,
         sequence_length: int | None = None, precision: str = "bf16", optimizer: str = "adamw",

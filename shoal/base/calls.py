@@ -1,0 +1,140 @@
+"""Check the arguments of public functions against their annotations."""
+
+from __future__ import annotations
+
+import collections.abc
+import os
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+
+from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.section import USUAL, truncate
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+WRONG: Any = object()
+"""Result of `convert` for a value of another type."""
+
+REMEDIES = {
+    "RunConfig": 'shoal.load_config("run.toml") reads one',
+    "Layout": "such as shoal.Layout(dp=2)",
+    "Program": 'such as shoal.build_program(shoal.SCHEDULES["1f1b"], ranks=4, microbatches=8)',
+    "Schedule": 'such as shoal.SCHEDULES["1f1b"]',
+    "DataConfig": 'shoal.load_config("run.toml").data is one',
+}
+"""How to make a value of a type, which ends a message."""
+
+
+def check_arguments(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Wrap a function to refuse arguments of another type than annotated, before any work starts.
+
+    Equivalent values are converted: scalars of NumPy and torch, floats such as 1e4 for integers, a path for text, and
+    any iterable for a sequence.
+
+    >>> @check_arguments
+    ... def repeat(text: str, times: int = 2) -> str:
+    ...     return text * times
+    >>> repeat(Path("a"), 3.0)
+    'aaa'
+    >>> repeat("a", "3")
+    Traceback (most recent call last):
+    shoal.base.errors.UsageError: repeat: times = '3' is of type str.
+      Give int.
+    """
+    expected, called = signature(function), function.__qualname__.removesuffix(".__init__")
+    parameters = expected.parameters
+    any_option = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+
+    def check(parameter: Parameter, value: Any, name: str) -> Any:
+        text = str(parameter.annotation)
+        kind = eval(text, function.__globals__) if isinstance(parameter.annotation, str) else parameter.annotation
+        if (found := convert(kind, value)) is not WRONG:
+            return found
+        given = "" if value is None else f" is of type {type(value).__name__}"
+        kinds = text.split(" | ")
+        remedy = next((f": {remedy}" for word, remedy in REMEDIES.items() if word in kinds), "")
+        raise UsageError(f"{called}: {name} = {truncate(value)}{given}.\n  Give {' or '.join(kinds)}{remedy}.")
+
+    @wraps(function)
+    def checked(*args: P.args, **options: P.kwargs) -> Result:
+        for name in () if any_option else options.keys() - parameters.keys():
+            near = did_you_mean(USUAL.get(name, name), parameters)
+            raise UsageError(f"{called}: there is no argument '{name}'; {near}")
+        bound = expected.bind_partial(*args, **options)
+        for name, value in bound.arguments.items():
+            parameter = parameters[name]
+            match parameter.kind:
+                case Parameter.VAR_POSITIONAL:
+                    bound.arguments[name] = tuple(check(parameter, each, name) for each in value)
+                case Parameter.VAR_KEYWORD:
+                    bound.arguments[name] = {key: check(parameter, value[key], key) for key in value}
+                case _ if value is not parameter.default:
+                    bound.arguments[name] = check(parameter, value, name)
+        return function(*bound.args, **bound.kwargs)
+
+    return checked
+
+
+def convert(kind: Any, value: Any) -> Any:
+    """Return a value as the type of an annotation, the same object if it is of that type; `WRONG` if it cannot be.
+
+    The values of a ``Literal`` are not compared: functions name those that are allowed.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind in (Any, object, Parameter.empty) or isinstance(kind, TypeVar):
+        return value
+    if origin in (Union, types.UnionType):
+        found = [each for each in (convert(arm, value) for arm in inner) if each is not WRONG]
+        return next((each for each in found if each is value), found[0] if found else WRONG)
+    if origin is Literal:
+        return value if isinstance(value, tuple(map(type, inner))) else WRONG
+    if origin is collections.abc.Callable:
+        return value if callable(value) else WRONG
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _convert_table(inner, value)
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return _convert_items(origin, inner, value)
+    return _convert_one(kind, value)
+
+
+def _convert_table(inner: tuple[Any, ...], value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return WRONG
+    key, item = inner or (Any, Any)
+    found = {convert(key, name): convert(item, each) for name, each in value.items()}
+    return WRONG if any(each is WRONG for each in (*found, *found.values())) else found
+
+
+def _convert_items(origin: type, inner: tuple[Any, ...], value: Any) -> Any:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        return WRONG
+    items: list[Any] = getattr(value, "tolist", lambda: [*value])()  # of an array of NumPy or torch
+    kinds = inner if origin is tuple and inner[-1] is not ... else inner[:1] * len(items)
+    if len(kinds) != len(items):
+        return WRONG
+    found = [convert(kind, item) for kind, item in zip(kinds, items, strict=True)]
+    if any(each is WRONG for each in found):
+        return WRONG
+    unchanged = isinstance(value, origin) and all(new is old for new, old in zip(found, items, strict=True))
+    return value if unchanged else tuple(found) if origin is tuple else found
+
+
+def _convert_one(kind: Any, value: Any) -> Any:
+    if kind in (int, float, bool) and getattr(value, "ndim", None) == 0:  # of NumPy or torch
+        value = value.item()
+    if isinstance(value, bool) and kind is int:  # its subclass
+        return WRONG
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is float and isinstance(value, int):
+        return value
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    return value if isinstance(value, kind or types.NoneType) else WRONG

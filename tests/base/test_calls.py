@@ -1,0 +1,69 @@
+"""Arguments of public functions: what is as good is converted, what is not is refused before any work."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+import shoal
+from shoal.base.calls import WRONG, check_arguments, convert
+from shoal.base.errors import UsageError
+from shoal.spec.config import build_config
+
+
+@pytest.mark.parametrize(("kind", "given", "expected"), [
+    (int, np.int64(3), 3), (int, torch.tensor(3), 3), (int, 1e4, 10_000), (int, 1.5, WRONG), (int, "3", WRONG),
+    (int, True, WRONG), (int | None, None, None), (int, None, WRONG), (bool, 1, WRONG), (bool, np.True_, True),
+    (float, 3, 3), (float, np.float32(0.5), 0.5), (float, "3", WRONG), (int | str, "3", "3"),
+    (str, Path("a"), "a"), (str | Path, Path("a"), Path("a")), (str | Path, 3, WRONG), (Path, "a", Path("a")),
+    (Literal["auto"] | None, "other", "other"), (Literal["auto"], 3, WRONG), (Any, 3, 3),
+    (Sequence[str], "ab", WRONG), (str | Sequence[str], "ab", "ab"), (Sequence[str], {"a": 1}.keys(), ["a"]),
+    (Sequence[int], np.array([2, 4]), [2, 4]), (Sequence[int], (2, "4"), WRONG), (tuple[str, ...], ["a"], ("a",)),
+    (Sequence[tuple[int, float]], [(2, 1.0)], [(2, 1.0)]), (Sequence[tuple[int, float]], [(2,)], WRONG),
+    (Mapping[int, float], {np.int64(1): 2}, {1: 2}), (Mapping[int, float], {"a": 2}, WRONG),
+    (Mapping[int, float], 3, WRONG), (Callable[[int], int], len, len), (Callable[[int], int], 3, WRONG),
+])  # fmt: skip
+def test_values_are_converted_or_refused(kind, given, expected):
+    found = convert(kind, given)
+    assert found is expected or (found == expected and type(found) is type(expected))
+
+
+def test_a_value_of_its_type_stays_the_same_object():
+    prompts, times = ["a", "b"], np.ones(3)
+    assert convert(str | Sequence[str], prompts) is prompts and convert(np.ndarray | None, times) is times
+
+
+def test_all_kinds_of_parameters_are_checked():
+    @check_arguments
+    def called(first: int, *more: int, named: str = "", **others: float):
+        return first, more, named, others
+
+    assert called(np.int64(1), 2.0, named=Path("a"), x=1) == (1, (2,), "a", {"x": 1})
+    for wrong in (lambda: called("1"), lambda: called(1, "2"), lambda: called(1, named=3), lambda: called(1, x="3")):
+        with pytest.raises(UsageError, match=r"called: \w+ = '?\d'? is of type (str|int)\.\n  Give"):
+            wrong()
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        called()
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: shoal.train("a.toml"), r"train: config = 'a.toml' is of type str.\n  Give RunConfig: shoal.load_config"),
+    (lambda: shoal.estimate({"dp": 2}), r"estimate: layout = {'dp': 2} is of type dict.\n  Give Layout: such as shoal"),
+    (lambda: shoal.LayoutPlanner(cluster=8), "LayoutPlanner: cluster = 8 is of type int.\n  Give str."),
+    (lambda: shoal.plan(batch_size=8), "plan: there is no argument 'batch_size'; did you mean 'global_batch'?"),
+    (lambda: shoal.load_config(None), "load_config: path = None.\n  Give str or Path."),
+])  # fmt: skip
+def test_messages_name_what_was_given_and_what_is_allowed(call, message):
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+def test_numbers_of_numpy_are_numbers_of_a_config():
+    assert shoal.Layout(dp=np.int64(2)).dp == 2
+    planner = shoal.LayoutPlanner("tiny-gpt", "8xH100", global_batch=np.int64(64), sequence_length=np.int32(256))
+    assert (planner.run.global_batch, planner.run.sequence_length) == (64, 256)
+    assert build_config({"train": {"steps": np.int64(3)}}).train.steps == 3
+    assert shoal.AdamW(lr=np.float32(0.5)).learning_rate == 0.5
