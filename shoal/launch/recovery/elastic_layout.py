@@ -1,7 +1,8 @@
 """Find the nearest layout for the remaining devices, with the same global batch in the same order.
 
-As the result of a step does not depend on the layout, the losses stay the same. Replicas are removed first, since that
-moves no weights; then the model-splitting axes shrink, as few and as little as possible.
+As the result of a step does not depend on the layout, the losses stay the same. The layout leaves the fewest devices
+idle. Among equals, replicas are removed first, since that moves no weights; then the model-splitting axes shrink, as
+few and as little as possible.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def replan(
         )
     why: UsageError | None = None
     for layout in sorted(_candidates(config, devices), key=lambda layout: _distance(config.parallel, layout)):
-        if replicas and _distance(config.parallel, layout)[0]:
-            break  # the nearest are first
+        if replicas and _changed_splits(config.parallel, layout):
+            continue
         changed = config.replace(parallel=layout, testing=NO_KNOBS)
         if layout.dp == 1:  # no other replica exists
             changed = changed.replace(failover={"reexecute_on": "same", "shrink": "never"})
@@ -58,16 +59,21 @@ def replan(
 
 
 def _distance(was: Layout, now: Layout) -> tuple:
-    """Return a sort key of similarity: changed axes besides dp, idle devices, then the size of the changes."""
-    split = [name for name in DEGREES[1:] if getattr(was, name) != getattr(now, name)]
+    """Return a sort key: idle devices, changed axes besides dp, then the size of the changes."""
+    split = _changed_splits(was, now)
     return (
+        -now.world_size,
         len(split),
         DEGREES.index(split[-1]) if split else 0,
-        -now.world_size,
         sum(abs(math.log2(getattr(now, name) / getattr(was, name))) for name in DEGREES),
         -now.ep,
         -now.micro_batch,
     )
+
+
+def _changed_splits(was: Layout, now: Layout) -> list[str]:
+    """Return the changed axes that split the model, in the order in which they move more weights."""
+    return [name for name in DEGREES[1:] if getattr(was, name) != getattr(now, name)]
 
 
 def _candidates(config: RunConfig, devices: int) -> Iterator[Layout]:

@@ -38,7 +38,8 @@ def layout(devices: int, batch: int = 16, **parallel: object) -> Layout:
     ({"dp": 4, "zero": 1, "zero_shard": 4}, 3, {"dp": 2, "zero_shard": 2}),
     ({"dp": 2, "tp": 2, "pp": 2}, 7, {"dp": 1, "tp": 2, "pp": 2}),  # replicas first
     ({"dp": 1, "tp": 2, "pp": 2}, 3, {"tp": 1, "pp": 2, "dp": 1}),  # then the axis that moves least
-    ({"cp": 3, "pp": 2}, 3, {"cp": 1, "pp": 2}),  # though cp 3 would use all three
+    ({"cp": 3, "pp": 2}, 3, {"cp": 3, "pp": 1}),  # pp moves more than cp, but cp 1 would leave a device idle
+    ({"dp": 5, "tp": 4, "batch": 10}, 19, {"dp": 5, "tp": 2}),  # 10 devices; 2 replicas with tp 4 would use 8
     ({"tp": 4, "sequence_parallel": True}, 3, {"tp": 2, "sequence_parallel": True}),
     ({"tp": 2, "sequence_parallel": True}, 1, {"tp": 1, "sequence_parallel": False}),
     ({"cp": 4, "ulysses": 2, "zero": 1}, 2, {"cp": 2}),
@@ -82,12 +83,10 @@ def test_any_layout_on_any_number_of_devices(dp, tp, cp, pp, zero, micro, severa
     assert found.micro_batch <= micro and found.zero == zero
     if not lost:
         assert now == config
-    one = tp * cp * pp
-    if devices >= one:  # nothing but replicas was given up, and as few of them as can be
-        assert (found.tp, found.cp, found.pp) == (tp, cp, pp)
-        assert not any(batch % more == 0 for more in range(found.dp + 1, min(dp, devices // one) + 1))
-    else:
-        assert (found.tp, found.cp, found.pp) != (tp, cp, pp)
+    one, same = tp * cp * pp, (found.tp, found.cp, found.pp) == (tp, cp, pp)
+    replicas = max((n for n in range(1, min(dp, devices // one) + 1) if batch % n == 0), default=0)
+    assert found.world_size >= replicas * one
+    assert same == (found.world_size == replicas * one)  # other axes change only to use more devices
 
 
 def test_a_module_of_ones_own_keeps_its_split_layers():
