@@ -31,6 +31,10 @@ class Bucket(LocalFileSystem):
             raise ConnectionError("no answer")
         return super().info(path, **options)
 
+    def ls(self, path: str, detail: bool = False, **options: Any) -> list[Any]:
+        """What it has in a folder, which has an object too, as some tools make."""
+        return super().ls(path, detail, **options) + ([] if detail else [f"{path}/"])
+
     def mv(self, *args: Any, **options: Any) -> None:
         """Not here."""
         raise NotImplementedError("objects are not renamed")

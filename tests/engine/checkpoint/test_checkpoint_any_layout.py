@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base.boxes import Box, Piece
-from shoal.engine.checkpoint import Checkpointer, CheckpointError, load, newest_good, verify
+from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest_good, verify
 from shoal.engine.checkpoint.load import describe_checkpoint, load_checkpoint
 from shoal.engine.checkpoint.manifest import check_cover
 from tests.engine.checkpoint.cuts import blank, cut, random_boxes, random_values, same, whole, write_checkpoint
@@ -91,12 +91,26 @@ def test_a_box_outside_its_tensor_is_named():
 
 def test_a_tensor_that_no_rank_holds_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"no rank holds a piece of tensor 'layers.3.w'"):
-        write_checkpoint(tmp_path / "x", [{"layers.3.w": []}, {"layers.3.w": []}])
+        write_checkpoint(tmp_path / "x", [{"layers.3.w": []}, {}])
 
 
 def test_ranks_that_disagree_about_a_tensor_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"'w' is F32"):
         write_checkpoint(tmp_path / "x", [whole({"w": torch.ones(2)}), whole({"w": torch.ones(3)})])
+    with pytest.raises(CheckpointError, match=r"'w' is F32 .* on one rank and BF16"):
+        write_checkpoint(tmp_path / "y", [
+            {"w": [Piece((4,), Box((2 * i,), (2,)), torch.ones(2, dtype=dtype))]}
+            for i, dtype in enumerate((torch.float32, torch.bfloat16))
+        ])
+
+
+@pytest.mark.parametrize("ranks, what", [((0, 2), "2 of 6 elements would be lost"), ((0, 1, 1, 2), "overlap")])
+def test_what_is_saved_twice_or_by_no_rank_is_no_checkpoint(tmp_path, ranks, what):
+    """A rank that is missing, or whose copy is taken for the one to save, is not noticed by any other."""
+    states = [{"w": [Piece((6,), Box((2 * i,), (2,)), torch.ones(2))]} for i in ranks]
+    with pytest.raises(CheckpointError, match=what):
+        write_checkpoint(tmp_path / "step-00000001", states)
+    assert not list_checkpoints(tmp_path)
 
 
 # ---- on real ranks ---------------------------------------------------------------------------------------------------

@@ -58,11 +58,16 @@ def test_a_folder_that_was_unmounted_or_deleted_is_made_again_with_a_note(tmp_pa
 
 
 def test_a_file_system_without_locks_is_used_without_one(tmp_path, monkeypatch):
-    """As Lustre without its option, or NFS without its daemon."""
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
+    """As Lustre without its option, or NFS without its daemon. A disk that fails is not used."""
+    error = OSError(errno.EIO, "it fails")
 
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    def lockf(*_):
+        raise error
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with pytest.raises(CheckpointError, match=r"cannot be written into .*: it fails"):
+        saver(tmp_path, fresh=True)
+    error = OSError(errno.ENOLCK, "No locks available")
     checkpointer = saver(tmp_path, fresh=True)
     checkpointer.save(1, weights(1), {})
     checkpointer.close()
