@@ -84,7 +84,7 @@ def run(options: EvalOptions) -> int:
     print(f"loss           {found.loss:.6f} nats per token\nperplexity     {found.perplexity:.4f}")
     if found.bytes and found.bits_per_byte is not None:
         print(f"bits per byte  {found.bits_per_byte:.6f}")
-    size = f", {found.bytes:,} bytes" * bool(found.bytes)
+    size = f", {found.bytes:,} bytes" if found.bytes else ""
     print(f"predicted      {found.tokens:,} tokens of a text of {found.documents:,} documents{size}")
     return 0
 

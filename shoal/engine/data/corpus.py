@@ -19,7 +19,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import read_bytes, read_text, write_atomically
 from shoal.engine.data import readers
 from shoal.engine.data.files import DataFile, find_files, find_saved, open_raw
-from shoal.engine.data.readers import Skipped, as_text, read_documents, require_field
+from shoal.engine.data.readers import Document, Skipped, as_document, read_documents, require_field
 from shoal.spec.config import DataConfig, SourceConfig
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class FileCorpus:
     """A fixed sequence of documents, from files in order.
 
     Attributes:
-        field: the field that holds the text, in formats that have fields.
+        field: the field that holds the documents, in formats that have fields.
         reader: the readers and their options, as part of the fingerprint.
         sources: whether the files are sources of Python, of which some intentionally declare another encoding than
             UTF-8 and are left out.
@@ -60,7 +60,7 @@ class FileCorpus:
             return None
         return sum(file.path.stat().st_size for file in self.files)
 
-    def documents(self, skipped: Skipped) -> Iterator[str]:
+    def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Yield all documents, in the same order each time.
 
         Args:
@@ -135,8 +135,8 @@ class HubCorpus:
         except Exception as error:  # network, name, configuration: the library raises a dozen unrelated types
             raise self._failed(error) from None
 
-    def documents(self, skipped: Skipped) -> Iterator[str]:
-        """Yield the field of every row; raises `UsageError` for a row without text."""
+    def documents(self, skipped: Skipped) -> Iterator[Document]:
+        """Yield the field of every row; raises `UsageError` for a row without a document."""
         where = f"dataset {self.name}"
         try:
             rows = self._builder.as_streaming_dataset(split=self.split)
@@ -147,7 +147,7 @@ class HubCorpus:
         number = -1
         try:
             for number, row in enumerate(rows.select_columns(self.field)):
-                yield from as_text(row[self.field], self.field, f"{where}, row {number}", skipped)
+                yield from as_document(row[self.field], self.field, f"{where}, row {number}", skipped)
         except UsageError:
             raise
         except Exception as error:  # while its files are read
@@ -235,7 +235,7 @@ def _stdlib_files() -> tuple[DataFile, ...]:
     return tuple(DataFile(path, "text") for path in sorted(files))
 
 
-def _read_source(file: DataFile, skipped: Skipped) -> Iterator[str]:
+def _read_source(file: DataFile, skipped: Skipped) -> Iterator[Document]:
     try:
         assert isinstance(file.path, Path)
         yield read_bytes(file.path).decode()

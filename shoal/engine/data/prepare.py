@@ -66,7 +66,12 @@ def _training_documents(source: DataConfig, validation_fraction: float) -> Itera
     skipped = Skipped(source.unreadable == "stop", source.chat)
     batches = batch_documents(open_corpus(source).documents(skipped), skipped)
     for batch in assign_documents(batches, validation_fraction, divide=not source.chat):
-        yield from (text for text, _, split in batch if split == "train")
+        for document, _, split in batch:
+            if not isinstance(document, str):
+                raise UsageError("data.paths: a tokenizer is trained on text, but a document is a list of token ids."
+                                 f"\n  Set data.field to a field with text; now it is '{source.read_field}'.")
+            if split == "train":
+                yield document
 
 
 @dataclass(frozen=True)

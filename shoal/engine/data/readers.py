@@ -8,11 +8,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.engine.data.files import DataFile
 
 # A longer text file is cut at line ends into documents of about this many characters, to bound memory.
 LONGEST_TEXT = 1 << 20
+
+Document = str | np.ndarray
+"""The text of a document, or its token ids: uint32 [tokens]."""
 
 
 @dataclass
@@ -47,7 +52,7 @@ class Skipped:
         self.count(reason, message)
 
 
-def read_documents(file: DataFile, name: str, skipped: Skipped) -> Iterator[str]:
+def read_documents(file: DataFile, name: str, skipped: Skipped) -> Iterator[Document]:
     """Yield the documents of a file, in order.
 
     Args:
@@ -70,7 +75,7 @@ def read_documents(file: DataFile, name: str, skipped: Skipped) -> Iterator[str]
         skipped.unreadable("damaged files", f"{file.path} is damaged: {error}.")
 
 
-def _read_text(file: DataFile, skipped: Skipped) -> Iterator[str]:
+def _read_text(file: DataFile, skipped: Skipped) -> Iterator[Document]:
     path = file.path
     with file.opened() as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as lines:
         try:
@@ -84,7 +89,7 @@ def _read_text(file: DataFile, skipped: Skipped) -> Iterator[str]:
             skipped.unreadable("not UTF-8", f"{path} is not UTF-8 text ({error.reason}).")
 
 
-def _read_jsonl(file: DataFile, name: str, skipped: Skipped) -> Iterator[str]:
+def _read_jsonl(file: DataFile, name: str, skipped: Skipped) -> Iterator[Document]:
     with file.opened() as lines:
         for number, line in enumerate(lines, start=1):
             if line.isspace():
@@ -104,10 +109,10 @@ def _read_jsonl(file: DataFile, name: str, skipped: Skipped) -> Iterator[str]:
             elif name not in record:
                 skipped.unreadable("without text", f"{where}: {_no_field(name, record)}")
             else:
-                yield from as_text(record[name], name, where, skipped)
+                yield from as_document(record[name], name, where, skipped)
 
 
-def _read_columns(file: DataFile, name: str, skipped: Skipped) -> Iterator[str]:
+def _read_columns(file: DataFile, name: str, skipped: Skipped) -> Iterator[Document]:
     import pyarrow
     import pyarrow.ipc
     import pyarrow.parquet
@@ -125,7 +130,7 @@ def _read_columns(file: DataFile, name: str, skipped: Skipped) -> Iterator[str]:
                 batches = stream
             for batch in batches:
                 for value in batch.column(name):
-                    yield from as_text(value.as_py(), name, f"{file.path}, row {row}", skipped)
+                    yield from as_document(value.as_py(), name, f"{file.path}, row {row}", skipped)
                     row += 1
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         skipped.unreadable("damaged files", f"{file.path} is not a {file.format} file that can be read: {error}")
@@ -143,8 +148,8 @@ def _no_field(name: str, present: Iterable[str]) -> str:
     return f"no field '{name}' (data.field); {did_you_mean(name, names)}{chat}"
 
 
-def as_text(value: object, name: str, where: str, skipped: Skipped) -> Iterator[str]:
-    """Yield the text of a document, if the value is text that UTF-8 can represent; of messages, their JSON."""
+def as_document(value: object, name: str, where: str, skipped: Skipped) -> Iterator[Document]:
+    """Yield a document, if the value is text that UTF-8 can represent or a list of ids; of messages, their JSON."""
     if skipped.chat:
         messages = _as_messages(value)
         if messages is None:
@@ -153,7 +158,12 @@ def as_text(value: object, name: str, where: str, skipped: Skipped) -> Iterator[
             return
         value = json.dumps(messages, ensure_ascii=False)
     if not isinstance(value, str):
-        skipped.unreadable("without text", f"{where}: the field '{name}' holds {type(value).__name__}, not text.")
+        ids = _as_ids(value)
+        if ids is None:
+            what = f"{where}: the field '{name}' holds {type(value).__name__}, not text or a list of token ids."
+            skipped.unreadable("without text", what)
+        else:
+            yield ids
         return
     if not value.isascii():  # JSON can escape lone surrogates, which no encoding can represent
         try:
@@ -163,6 +173,19 @@ def as_text(value: object, name: str, where: str, skipped: Skipped) -> Iterator[
             skipped.unreadable("not Unicode text", message)
             return
     yield value
+
+
+def _as_ids(value: object) -> np.ndarray | None:
+    """Return a list of token ids as an array; None if the value is something else."""
+    if not isinstance(value, list):
+        return None
+    try:
+        ids = np.array(value) if value else np.empty(0, np.uint32)
+    except (ValueError, OverflowError):  # lists of several lengths, or integers of more than 64 bits
+        return None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min(initial=0) < 0 or ids.max(initial=0) >= 1 << 32:
+        return None
+    return ids.astype(np.uint32)
 
 
 def _as_messages(value: object) -> list[dict[str, str]] | None:

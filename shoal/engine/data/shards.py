@@ -19,7 +19,7 @@ from shoal.base.files import expanded, open_to_append, write_atomically
 from shoal.base.terminal import printable
 from shoal.engine.data.chat import ConversationEncoder
 from shoal.engine.data.corpus import Corpus, open_corpus
-from shoal.engine.data.readers import Skipped
+from shoal.engine.data.readers import Document, Skipped
 from shoal.engine.data.token_stream import (
     COUNTS,
     ENDS,
@@ -98,10 +98,15 @@ def _build(
                 split = [writers[name] for *_, name in batch]
                 if encoder:
                     for (text, content, _), writer in zip(batch, split, strict=True):
+                        assert isinstance(text, str), "conversations are read as text"
                         _add_conversation(writer, encoder, text, len(content), tokenizer, config, skipped)
                 else:
-                    ids = tokenizer.encode_batch([text for text, *_ in batch])
-                    for content, tokens, writer in zip(contents, ids, split, strict=True):
+                    encoded = iter(tokenizer.encode_batch([text for text, *_ in batch if isinstance(text, str)]))
+                    for (document, content, _), writer in zip(batch, split, strict=True):
+                        if not isinstance(document, str):
+                            _add_ids(writer, document, tokenizer)
+                            continue
+                        tokens = next(encoded)
                         reject_unknown_ids(tokens, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
                         _check_end(content, tokens, tokenizer)
                         writer.add(np.append(tokens, np.uint32(tokenizer.end_of_document)), len(content))
@@ -141,13 +146,15 @@ class _Writer:
         self._folder, self._split, self._dtype = folder, split, dtype
         self._shards: list[ShardInfo] = []
         self._documents = self._bytes = self.tokens = 0
+        self._text = True
         self._pending: list[np.ndarray] = []
         self._pending_tokens = 0
 
-    def add(self, tokens: np.ndarray, size: int) -> None:
-        """Append a document's ids, with the end; ``size`` is its length in UTF-8 bytes."""
+    def add(self, tokens: np.ndarray, size: int | None) -> None:
+        """Append a document's ids, with the end; ``size`` is its length in UTF-8 bytes, None if it has no text."""
         self._documents += 1
-        self._bytes += size
+        self._bytes += size or 0
+        self._text &= size is not None
         self.append(tokens)
 
     def append(self, tokens: np.ndarray) -> None:
@@ -166,12 +173,24 @@ class _Writer:
         if self._pending_tokens:
             self._write(np.concatenate(self._pending))
         tokens = sum(shard.tokens for shard in self._shards)
-        return SplitInfo(documents=self._documents, bytes=self._bytes, tokens=tokens, shards=tuple(self._shards))
+        size = self._bytes if self._text else 0
+        return SplitInfo(documents=self._documents, bytes=size, tokens=tokens, shards=tuple(self._shards))
 
     def _write(self, ids: np.ndarray) -> None:
         name = f"{self._split}-{len(self._shards):05d}.bin"
         ids.tofile(self._folder / name)
         self._shards.append(ShardInfo(name=name, tokens=len(ids), checksum=xxhash.xxh3_64_hexdigest(ids.data)))
+
+
+def _add_ids(writer: _Writer, ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Append a document of token ids, which may have its end, and ends of other documents in it."""
+    end = np.uint32(tokenizer.end_of_document)
+    if (largest := ids.max()) >= tokenizer.vocab_size:
+        raise UsageError(
+            f"a document of {len(ids)} token ids that begins with {ids[:8].tolist()} has the id {largest}, but "
+            f"data.tokenizer has {tokenizer.vocab_size} ids.\n  Set data.tokenizer to the one that made the ids."
+        )
+    writer.add(ids if ids[-1] == end else np.append(ids, end), None)
 
 
 def _add_conversation(
@@ -201,15 +220,15 @@ def _add_conversation(
         writer.add(marked, size)
 
 
-def batch_documents(documents: Iterator[str], skipped: Skipped) -> Iterator[list[tuple[str, bytes]]]:
-    """Group documents, each with its UTF-8 bytes; empty ones are skipped."""
+def batch_documents(documents: Iterator[Document], skipped: Skipped) -> Iterator[list[tuple[Document, bytes]]]:
+    """Group documents, each with its bytes: UTF-8, or its token ids; empty ones are skipped."""
     batch, size = [], 0
-    for text in documents:
-        if not text:
+    for document in documents:
+        if not len(document):
             skipped.count("empty")
             continue
-        content = text.encode()
-        batch.append((text, content))
+        content = _as_bytes(document)
+        batch.append((document, content))
         size += len(content)
         if size >= _BATCH_BYTES:
             yield batch
@@ -218,21 +237,25 @@ def batch_documents(documents: Iterator[str], skipped: Skipped) -> Iterator[list
         yield batch
 
 
+def _as_bytes(document: Document) -> bytes:
+    return document.encode() if isinstance(document, str) else document.astype("<u4").tobytes()
+
+
 def assign_documents(
-    batches: Iterator[list[tuple[str, bytes]]], fraction: float, *, divide: bool
-) -> Iterator[list[tuple[str, bytes, Split]]]:
+    batches: Iterator[list[tuple[Document, bytes]]], fraction: float, *, divide: bool
+) -> Iterator[list[tuple[Document, bytes, Split]]]:
     """Add the split of each document.
 
     If all have the same, as a book in one file has, and ``divide`` allows it, the end of the text is held out instead:
     the last documents, and at most half of the one before them, cut at a line end if it has one there.
     """
-    batch: list[tuple[str, bytes, Split]] = []
+    batch: list[tuple[Document, bytes, Split]] = []
     found: set[Split] = set()
     size = 0
     for documents in batches:
         if batch:
             yield batch
-        batch = [(text, content, assign_split(content, fraction)) for text, content in documents]
+        batch = [(document, content, assign_split(content, fraction)) for document, content in documents]
         found |= {split for *_, split in batch}
         size += sum(len(content) for _, content in documents)
     if divide and len(found) == 1 and fraction < 1 and (wanted := int(fraction * size)):
@@ -240,12 +263,12 @@ def assign_documents(
         while first and out + len(batch[first][1]) <= wanted:
             out += len(batch[first][1])
             first -= 1
-        text = batch[first][0]
-        cut = len(text) - min(len(text) // 2, wanted - out)
-        cut = text.rfind("\n", len(text) // 2, cut) + 1 or cut
-        parts: list[tuple[str, Split]] = [(text[:cut], "train"), (text[cut:], "validation")]
-        parts += [(text, "validation") for text, *_ in batch[first + 1 :]]
-        batch = batch[:first] + [(part, part.encode(), split) for part, split in parts if part]
+        last, unit = batch[first][0], 1 if isinstance(batch[first][0], str) else 4  # bytes of an id
+        cut = len(last) - min(len(last) // 2, (wanted - out) // unit)
+        cut = last.rfind("\n", len(last) // 2, cut) + 1 or cut if isinstance(last, str) else cut
+        parts: list[tuple[Document, Split]] = [(last[:cut], "train"), (last[cut:], "validation")]
+        parts += [(document, "validation") for document, *_ in batch[first + 1 :]]
+        batch = batch[:first] + [(part, _as_bytes(part), split) for part, split in parts if len(part)]
     if batch:
         yield batch
 

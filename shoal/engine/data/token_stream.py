@@ -51,7 +51,7 @@ class ShardInfo(_CacheModel):
 
 
 class SplitInfo(_CacheModel):
-    """One split: its documents, their UTF-8 bytes, ids (with end-of-document ids), and files."""
+    """One split: its documents, their UTF-8 bytes (0 if unknown), ids (with end-of-document ids), and files."""
 
     documents: NonNegativeInt
     bytes: NonNegativeInt
@@ -90,7 +90,8 @@ class CacheManifest(_CacheModel):
         """Return lines that say what was read, and what was left out and why."""
         documents, size = (sum(getattr(info, name) for info in self.splits.values()) for name in ("documents", "bytes"))
         skipped = sum(info.documents for info in self.skipped.values())
-        lines = [f"{self.corpus}: {documents:,} documents, {size:,} bytes; skipped {skipped:,}"]
+        content = f", {size:,} bytes" if size or not documents else " of token ids"
+        lines = [f"{self.corpus}: {documents:,} documents{content}; skipped {skipped:,}"]
         for reason, info in sorted(self.skipped.items()):
             lines.append(f"  {info.documents:,} {reason}" + (f"; the first: {info.first}" if info.first else ""))
         return lines
@@ -179,8 +180,8 @@ class TokenStream:
     @property
     def contents(self) -> StreamContents:
         return StreamContents(
-            self.manifest.corpus, self.folder.name, self.manifest.vocab_size, self.info.documents, self.info.bytes,
-            len(self._shards),
+            self.manifest.corpus, self.folder.name, self.manifest.vocab_size, self.info.documents,
+            self.info.bytes or None, len(self._shards),
         )
 
     def ends(self, ids: np.ndarray, start: int) -> np.ndarray:

@@ -24,7 +24,7 @@ class SourceConfig(Section):
     """Files, folders, globs or fsspec URLs (auto, text, jsonl, parquet, megatron)."""
 
     field: str = "text"
-    """The field that holds the text (jsonl, parquet, hub)."""
+    """The field that holds the text, or a list of token ids (jsonl, parquet, hub)."""
 
     chat: bool = False
     """Documents are conversations: field (default: messages) holds a list of {role, content}, the tokenizer's chat

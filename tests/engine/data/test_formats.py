@@ -13,6 +13,7 @@ import pytest
 from shoal.base.errors import UsageError
 from shoal.engine.data.corpus import open_corpus
 from shoal.engine.data.files import find_files
+from shoal.engine.data.prepare import train_tokenizer
 from shoal.engine.data.readers import Skipped
 from shoal.engine.data.shards import open_shards
 from shoal.engine.data.token_stream import CacheManifest, TokenStream
@@ -196,3 +197,53 @@ def test_several_compressed_parts_and_large_files_are_read_whole(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(part + part)
     corpus = open_corpus(DataConfig(paths=[str(tmp_path)]))
     assert list(corpus.documents(Skipped())) == [text, text]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_of_token_ids_are_documents(tmp_path, suffix):
+    """One has its end, one has another document in it; each counts once."""
+    rows = [[*range(i, i + i % 5 + 1)] for i in range(60)] + [[7, 256], [8, 256, 9], []]
+    file = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    else:
+        column = pyarrow.array(rows, pyarrow.list_(pyarrow.int32()))
+        pyarrow.parquet.write_table(pyarrow.table({"input_ids": column}), file)
+    settings = {"paths": [str(file)], "field": "input_ids", "cache": tmp_path / "cache"}
+    found = {split: ids(split=split, **settings) for split in ("train", "validation")}
+    ended = [[*row, 256][: len(row) + (row[-1] != 256)] for row in rows if row]
+    apart = {split: [row for row in ended if is_part(row, stream)] for split, stream in found.items()}
+    assert found == {split: [i for row in part for i in row] for split, part in apart.items()}
+    assert sum(map(len, apart.values())) == len(ended) and all(apart.values())
+    folder = open_shards(DataConfig(validation_fraction=0.2, **settings), BytesTokenizer())
+    stream = TokenStream(folder, "train", 256)
+    assert stream.contents.bytes is None and f": {len(ended)} documents of token ids; skipped 1" in stream.summary()[0]
+
+
+def is_part(row: list[int], stream: list[int]) -> bool:
+    return any(stream[at : at + len(row)] == row for at in range(len(stream)))
+
+
+def test_one_row_of_token_ids_is_divided(tmp_path):
+    (tmp_path / "one.jsonl").write_text(json.dumps({"tokens": [*range(100)]}))
+    settings = {"paths": [str(tmp_path / "one.jsonl")], "field": "tokens", "cache": tmp_path / "cache"}
+    assert ids(**settings) == [*range(80), 256] and ids(split="validation", **settings) == [*range(80, 100), 256]
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ([1, 300, 2], r"3 token ids that begins with \[1, 300, 2\] has the id 300.*\n  Set data.tokenizer to the one that"),
+    ([1, -100], "line 1: the field 'ids' holds list, not text or a list of token ids"),
+    ([1, 1.5], "not text or"), ([1, "2"], "not text or"), ([[1], [2, 3]], "not text or"),
+    ([True], "not text or"), ([1 << 70], "not text or"), ([1 << 33], "not text or"),
+])  # fmt: skip
+def test_rows_that_are_no_token_ids_are_refused(tmp_path, row, message):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"ids": row}))
+    config = DataConfig(paths=[str(tmp_path / "a.jsonl")], field="ids", cache=tmp_path / "cache")
+    with pytest.raises(UsageError, match=message):
+        open_shards(config, BytesTokenizer())
+
+
+def test_no_tokenizer_is_trained_on_token_ids(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"ids": [1, 2]}))
+    with pytest.raises(UsageError, match=r"a tokenizer is trained on text(.|\n)*now it is 'ids'"):
+        train_tokenizer(DataConfig(paths=[str(tmp_path / "a.jsonl")], field="ids"), out=tmp_path / "t.json")

@@ -133,6 +133,17 @@ def test_the_command_prints_it(run, texts, capsys):
     assert f"{values['loss']:.6f}" in lines[0] and f"{values['tokens']:,} tokens" in lines[3]
 
 
+def test_rows_of_token_ids_have_the_same_loss_and_an_unknown_number_of_bytes(run, tmp_path, capsys):
+    text, file = "def f(x):\n    return x\n" * 13, tmp_path / "text.jsonl"
+    file.write_text(json.dumps({"text": text}))
+    expected = shoal.evaluate(run, file)
+    file.write_text(json.dumps({"text": [*text.encode()]}))
+    found = shoal.evaluate(run, file)
+    assert (found.loss, found.tokens, found.bytes) == (expected.loss, expected.tokens, None)
+    assert main(["eval", str(run), "--data", str(file)]) == 0
+    assert "bytes" not in capsys.readouterr().out
+
+
 def test_bad_input_is_refused(run, tmp_path, capsys):
     for words, message in (
         (["--data", str(tmp_path / "none.txt")], "no such file"),
