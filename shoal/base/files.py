@@ -106,7 +106,7 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes], *, new:
             file.flush()
             os.fsync(file.fileno())  # before it replaces the existing file
         if new:
-            _claim(partial, path)
+            claim(partial, path)
             return
         if mode is not None:
             partial.chmod(mode)
@@ -119,8 +119,12 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes], *, new:
         raise
 
 
-def _claim(partial: Path, path: Path) -> None:
-    """Rename a file, unless another one has its new name."""
+def claim(partial: Path, path: Path) -> None:
+    """Rename a file, unless another one has its new name.
+
+    Raises:
+        FileExistsError: it has.
+    """
     try:
         os.link(partial, path)
     except FileExistsError:

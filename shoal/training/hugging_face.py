@@ -12,9 +12,12 @@ from typing import Literal
 
 import tomli_w
 import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shoal.base.errors import UsageError
-from shoal.base.files import check_writable, write_atomically
+from shoal.base.files import check_writable, claim, write_atomically
+from shoal.engine.checkpoint import storage
 from shoal.engine.checkpoint.gguf import check_gguf
 from shoal.engine.checkpoint.gguf import export_gguf as export_gguf_file
 from shoal.engine.checkpoint.hugging_face import HFWeights
@@ -112,7 +115,12 @@ def export_hf(
         described = hf_config(shape.model_copy(update={"max_sequence": longest}), stored.dtype, str(run_folder)) | ends
         write_atomically(made / "config.json", json.dumps(described, indent=2))
         tokens = _write_tokenizer(tokenizer, config.model.weights, made)
-        made.rename(out)
+        for path in (*made.iterdir(), made):
+            storage.sync(path)
+        storage.rename(made, out)
+    except (SafetensorError, CheckpointException) as error:
+        why = str(error).splitlines()[-1].rstrip(".")
+        raise UsageError(f"--out {out} cannot be written: {why}.\n  Is there room on its disk?") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
     left = shape.mtp_depth - described.get("num_nextn_predict_layers", 0)
@@ -165,7 +173,8 @@ def export_gguf(run_folder: str | Path, out: str | Path, *, dtype: str = "saved"
             found.path, shape, made, number_format, architecture=architecture,
             name=config.model.name, tokenizer=tokenizer, template="" if template == PLAIN else template,
         )
-        made.rename(out)
+        storage.sync(made)
+        claim(made, out)
     finally:
         made.unlink(missing_ok=True)
     tokens = "no tokenizer (the run reads bytes)" if isinstance(tokenizer, BytesTokenizer) else "with its tokenizer"

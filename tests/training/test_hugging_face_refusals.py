@@ -4,10 +4,13 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 import shoal
 from shoal.cli.main import main
+from shoal.engine.checkpoint import dcp, hugging_face_export
 from shoal.spec.hugging_face import model_fields
 from shoal.training.check import check_weights
 from shoal.training.run_folder import new_run
@@ -78,3 +81,16 @@ def test_the_model_of_the_folder_is_that_of_the_run(tmp_path):
     (model / "config.json").write_text(json.dumps(values | {"vocab_size": "many"}))
     with pytest.raises(shoal.UsageError, match=r"model\.vocab = 'many'"):
         check_weights(config)
+
+
+@pytest.mark.parametrize("weights", ["safetensors", "dcp"])
+def test_an_export_to_a_full_disk_is_one_error_and_leaves_nothing(base_run, tmp_path, monkeypatch, weights):
+    def full(*_, **__):
+        error = "Error while serializing: I/O error: No space left on device (os error 28)"
+        raise SafetensorError(error) if weights == "safetensors" else CheckpointException(error, {})
+
+    monkeypatch.setattr(hugging_face_export, "save_file", full)
+    monkeypatch.setattr(dcp, "save", full)
+    with pytest.raises(shoal.UsageError, match=r"out cannot be written: (.|\n)*Is there room on its disk"):
+        shoal.export_hf(base_run[0], tmp_path / "out", weights=weights)
+    assert not list(tmp_path.iterdir())

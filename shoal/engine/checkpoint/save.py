@@ -245,7 +245,7 @@ class Checkpointer:
             _check_files(folder, parts)
             write_manifest(folder, merge(step, json.loads(answers[0]["result"][1]), parts))
             if isinstance(folder, Path):
-                storage.sync_folder(folder)
+                storage.sync(folder)
                 again = self._hold()
                 note, dropped = self._set_old_aside(folder, step)
                 note = again or note

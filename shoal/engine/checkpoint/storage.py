@@ -117,8 +117,8 @@ def write(path: AnyPath, parts: Iterable[bytes | memoryview]) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(path: Path) -> None:
-    """Make the entries of a folder on a disk durable."""
+def sync(path: Path) -> None:
+    """Make the entries of a folder on a disk durable, or the content of a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -135,7 +135,7 @@ def rename(old: AnyPath, new: AnyPath) -> None:
     """
     if isinstance(old, Path):
         os.rename(old, str(new))
-        sync_folder(old.parent)
+        sync(old.parent)
         return
     assert isinstance(new, UPath)  # in the same store
     new.mkdir(parents=True, exist_ok=True)

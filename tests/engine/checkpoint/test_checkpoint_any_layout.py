@@ -52,6 +52,8 @@ def test_a_file_is_plain_safetensors(tmp_path):
 
     value = torch.arange(12.0).reshape(4, 3)
     path = write_checkpoint(tmp_path / "step-00000001", [whole({"model.w": value})], box_bytes=1 << 20)
+    with open(path / "rank-00000.safetensors", "rb") as file:
+        assert int.from_bytes(file.read(8), "little") % 8 == 0  # aligned, which some tools need
     assert torch.equal(load_file(path / "rank-00000.safetensors")["model.w[0:4,0:3]"], value)
     found = describe_checkpoint(path)
     saved = found.tensors["model.w"]

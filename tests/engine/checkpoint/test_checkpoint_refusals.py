@@ -1,5 +1,6 @@
 """Damage is found and named; a state that is not the one saved is refused by name."""
 
+import errno
 import shutil
 from random import Random
 
@@ -8,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, newest, newest_good, verify
+from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, newest, newest_good, storage, verify
 from tests.engine.checkpoint.cuts import cut, random_values, whole, write_checkpoint
 
 VALUES = {
@@ -126,6 +127,25 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_refused_by_name_and_not_overlo
     assert found.step == 1 and "step-00000002 is not a complete checkpoint: Too many levels" in str(refused)
 
 
+@pytest.mark.parametrize("part", ["whole", "data"])
+def test_what_fails_while_it_is_read_is_refused_and_the_one_before_taken(path, tmp_path, monkeypatch, part):
+    """As by a disk with a bad sector, or a store that is away for a moment."""
+    shutil.copytree(path, tmp_path / "step-00000002")
+    function = "open_ranges" if part == "data" else "read"
+    read = getattr(storage, function)
+
+    def fail(file, *arguments):
+        if "step-00000002" in str(file):
+            raise OSError(errno.EIO, "Input/output error", str(file))
+        return read(file, *arguments)
+
+    monkeypatch.setattr(storage, function, fail)
+    found, (refused,) = newest_good(tmp_path)
+    assert found.step == 1 and "Input/output error" in str(refused)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        load(tmp_path / "step-00000002", wanted())
+
+
 # ---- another state ---------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +154,9 @@ def test_another_model_is_refused_before_anything_is_read(path):
     with pytest.raises(CheckpointError, match=r"layers: 2 saved, 3 in this run"):
         load(path, state, model={"layers": 3})
     assert state["model.w"][0].tensor.sum() == 0
+    assert load(path, state, model={"layers": 2, "made_since": None}) == {"model": {"layers": 2}}
+    with pytest.raises(CheckpointError, match=r"made_since: None saved, 1 in this run"):
+        load(path, state, model={"layers": 2, "made_since": 1})
 
 
 def test_a_tensor_that_was_not_saved_is_named(path):
@@ -148,6 +171,19 @@ def test_a_tensor_that_no_rank_loads_is_named_unless_its_prefix_is_ignored(path)
         load(path, state)
     assert load(path, state, ignore_prefixes=("optimizer.",)) == {"model": {"layers": 2}}
     assert torch.equal(state["model.w"][0].tensor, VALUES["model.w"])
+
+
+def test_what_is_optional_may_be_on_either_side_and_have_another_shape(path):
+    old = wanted()
+    del old["optimizer.count"]
+    new = whole({"optimizer.other": torch.full((2,), 5.0), "model.b": torch.full((7,), 5.0, dtype=torch.bfloat16)})
+    state = old | new
+    load(path, state, optional_prefixes=("optimizer.", "model.b"))
+    assert torch.equal(state["model.w"][0].tensor, VALUES["model.w"])
+    assert all((state[name][0].tensor == 5).all() for name in new)
+    state = wanted()
+    load(path, state, optional_prefixes=("optimizer.", "model.b"))
+    assert all(torch.equal(state[name][0].tensor, VALUES[name]) for name in VALUES)
 
 
 def test_another_shape_is_refused(path):

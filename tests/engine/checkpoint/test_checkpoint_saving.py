@@ -85,6 +85,8 @@ def test_the_newest_are_kept_and_nothing_else_is_touched(make, tmp_path):
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "notes.txt").write_text("not a checkpoint")
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000001.copy").mkdir()
+    (tmp_path / "step-00000001.copy" / "manifest.json").write_text("a copy of a checkpoint")
     (tmp_path / ".staging-step-00000001-01234567").mkdir()  # of a killed run
     (tmp_path / ".staging-step-00000001-01234567.copy").mkdir()
     checkpointer = make(keep=2)
@@ -94,7 +96,8 @@ def test_the_newest_are_kept_and_nothing_else_is_touched(make, tmp_path):
     assert steps(tmp_path) == [4, 5]
     assert (tmp_path / "step-00000001" / "notes.txt").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".lock", ".staging-step-00000001-01234567.copy", "notes.txt", "step-00000001", "step-00000004", "step-00000005",
+        ".lock", ".staging-step-00000001-01234567.copy", "notes.txt", "step-00000001", "step-00000001.copy",
+        "step-00000004", "step-00000005",
     ]  # fmt: skip
 
 
