@@ -11,6 +11,7 @@ from shoal.cli.completion import list_options
 from shoal.cli.main import main
 from tests.docs.test_site import PAGES, ROOT
 
+EXAMPLES = sorted(ROOT.glob("examples/*.toml"))
 COMMAND = re.compile(r"(?:^ {4,}|^\$ |`)(?:\w+=\S+ )*shoal ([a-z][^`#|;&>\n]*)", re.MULTILINE)
 OPTION = re.compile(r"(?<=\s)--[a-z][\w.-]*")
 COMPUTED = re.compile(r"^(?: {4,}|\$ )shoal ((?:estimate|explain|goodput|simulate) .*?)(?:   .*| [|#].*)?$", re.M)
@@ -23,9 +24,9 @@ def options_of(name: str) -> frozenset[str]:
     return frozenset(list_options(COMMANDS[name]))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_options_exist(page) -> None:
-    text = page.read_text().replace("\\\n", " ")
+    text = page.read_text().replace("\\\n", " ").replace("\n#   ", "\n    ")
     for words in COMMAND.findall(text):
         if words.startswith("help "):
             continue
