@@ -43,7 +43,7 @@ class EstimateOptions(Section):
     """The software that trains: shoal, megatron-core, torchtitan, nanotron, ... (shoal/spec/catalog/software.toml)."""
 
     tokens: PositiveFloat | None = None
-    """Tokens of the complete training, such as 15e12 (default: 20 per parameter)."""
+    """Tokens of the complete training, such as 15e12 (default: of the file's train.steps, else 20 per parameter)."""
 
     days: PositiveFloat | None = None
     """Duration of the complete training, instead of its tokens."""
@@ -127,6 +127,8 @@ def main(args: list[str]) -> int:
     else:
         estimate = shoal.estimate(config.parallel, **run, software=options.software)
         limits = options.model_dump(include={"tokens", "days", "budget", "price"})
+        if from_file and "steps" in config.train.model_fields_set and not (options.days or options.budget):
+            limits["tokens"] = options.tokens or config.train.steps * estimate.run.tokens
         training = shoal.train_fully(estimate.run, estimate.step_seconds, **limits)
         facts, changes = estimate_facts(estimate, training), change_rows(estimate)
         listed += estimate_lines(estimate, facts, changes, name)

@@ -141,6 +141,8 @@ def _shape(model: str | ModelShape | None, config: RunConfig | None) -> ModelSha
         return model
     if model or config is None:
         return model_shape(model or DEFAULT_MODEL)
+    if vocab := config.model.vocab:  # also where the run's tokenizer is not
+        return config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
     from shoal.engine.data.tokenizer import build_shape
 
     return build_shape(config)

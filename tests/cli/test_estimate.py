@@ -55,6 +55,8 @@ def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
     other = read(data={"sequence_length": 4096, "tokenizer": str(tmp_path / "tokenizer.json")})
     assert other.run.shape.vocab == trained != 257
     assert read(model={"name": "llama-3.2-1b", "vocab": 1000}).run.shape.vocab == 1000
+    away = read(model={"name": "llama-3.2-1b", "vocab": 1000}, data={"tokenizer": "not-here.json"})
+    assert away.run.shape.vocab == 1000, "a stated vocabulary needs no tokenizer"
     written = read(train={"global_batch": 8, "attention": "explicit"})
     assert written.step_seconds > 1.1 * plain.step_seconds
     assert written.fullest.activations > 2 * plain.fullest.activations, "scores are kept"
@@ -102,3 +104,12 @@ def test_an_answer_does_not_wait_for_what_it_does_not_need(words: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *words.split()], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-300:]
+
+
+@pytest.mark.parametrize(("words", "tokens"), [
+    ("", "7.17e+05"), ("--tokens 5e9", "5e+09"), ("--model gpt2-124m", "7.17e+05"),
+])
+def test_a_runs_own_steps_are_its_training(words: str, tokens: str, capsys: pytest.CaptureFixture) -> None:
+    run = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+    assert main(["estimate", str(run), "--cluster", "4xH100", *words.split()]) == 0
+    assert f"training on {tokens} tokens" in capsys.readouterr().out

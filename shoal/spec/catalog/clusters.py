@@ -245,8 +245,19 @@ def _power(node: Node) -> dict[str, Any]:
 
 
 def _known(name: str) -> str | None:
-    """Return the node type with this name, ignoring case."""
-    return {known.lower(): known for known in nodes()}.get(name.lower())
+    """Return the node type with this name, ignoring case, and form and memory where these are its own.
+
+    >>> _known("a100"), _known("A100-SXM4-80GB"), _known("A100-SXM4-40GB"), _known("H100-40GB")
+    ('A100', 'A100', 'A100-40GB', None)
+    """
+    types = {known.lower(): known for known in nodes()}
+    plain, memory = re.fullmatch(r"(.*?)(?:-sxm\d?)?(-\d+gb)?", name.lower(), re.DOTALL).groups()  # type: ignore[union-attr]
+    if kind := types.get(name.lower()) or types.get(f"{plain}{memory or ''}"):
+        return kind
+    if (kind := types.get(plain)) and memory:
+        size = accelerator(nodes()[kind].accelerator).memory_bytes
+        return kind if abs(float(memory[1:-2]) * 1e9 / size - 1) < 0.1 else None
+    return None
 
 
 def _network(name: str) -> bool:
@@ -258,6 +269,8 @@ def _network(name: str) -> bool:
     if _known(name) or "-" not in name or not _known(name.rpartition("-")[0]):
         return False
     network = name.rpartition("-")[2].upper()
+    if re.fullmatch(r"\d+GB", network):
+        return False  # memory that no such node has
     if network not in NETWORKS:
         raise UsageError(f"cluster: there is no network '{network}'; {did_you_mean(network, NETWORKS)}")
     return True

@@ -63,6 +63,9 @@ def test_every_node_type_makes_a_cluster(name):
     found = cluster(f"{name}-64" if node.dimensions else f"2x2x{name}")
     assert found.size == (64 // node.cores_per_chip if node.dimensions else 4)
     assert found.describe()
+    size = f"-{found.memory_bytes / 1e9:.0f}GB"
+    if not node.dimensions and not name.endswith(size):
+        assert cluster(f"2x2x{name}{size}-IB200").accelerator == found.accelerator
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,7 @@ def test_every_node_type_makes_a_cluster(name):
     [
         ("8xH101", "did you mean 'H100'"),
         ("64x8xH100-IB401", "did you mean 'IB400'"),
+        ("8xH100-40GB", "there is no node type 'H100-40GB'"),
         ("2x9xH100", "a node has at most 8 H100"),
         ("0x8xH100", "at least one node"),
         ("v5p-1000000", "The largest is v5p-17920"),
