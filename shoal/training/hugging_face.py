@@ -120,7 +120,7 @@ def export_hf(
         storage.rename(made, out)
     except (SafetensorError, CheckpointException) as error:
         why = str(error).splitlines()[-1].rstrip(".")
-        raise UsageError(f"--out {out} cannot be written: {why}.\n  Is there room on its disk?") from None
+        raise UsageError(f"--out {out} cannot be written: {why}.\n  Is its disk full?") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
     left = shape.mtp_depth - described.get("num_nextn_predict_layers", 0)

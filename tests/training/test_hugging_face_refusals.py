@@ -91,6 +91,6 @@ def test_an_export_to_a_full_disk_is_one_error_and_leaves_nothing(base_run, tmp_
 
     monkeypatch.setattr(hugging_face_export, "save_file", full)
     monkeypatch.setattr(dcp, "save", full)
-    with pytest.raises(shoal.UsageError, match=r"out cannot be written: (.|\n)*Is there room on its disk"):
+    with pytest.raises(shoal.UsageError, match=r"out cannot be written: (.|\n)*Is its disk full"):
         shoal.export_hf(base_run[0], tmp_path / "out", weights=weights)
     assert not list(tmp_path.iterdir())
