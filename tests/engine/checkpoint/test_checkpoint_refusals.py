@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal.base.boxes import Box, Piece
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, newest, newest_good, storage, verify
 from tests.engine.checkpoint.cuts import cut, random_values, whole, write_checkpoint
 
@@ -71,10 +72,10 @@ def test_a_flipped_bit_in_the_data_names_the_tensor(path):
         verify(path)
 
 
-@pytest.mark.parametrize("keep", [0, 3, 8, 100, -1])
-def test_a_truncated_file_is_named(path, keep):
+@pytest.mark.parametrize("keep", [0, 3, 8, 100, -1, None])
+def test_a_file_that_is_truncated_or_longer_is_named(path, keep):
     file = path / "rank-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
+    file.write_bytes(file.read_bytes()[:keep] if keep is not None else file.read_bytes() + b" ")
     for attempt in (lambda: verify(path), lambda: load(path, wanted())):
         with pytest.raises(CheckpointError, match=r"rank-00001.safetensors is damaged: \d+ bytes"):
             attempt()
@@ -184,6 +185,12 @@ def test_what_is_optional_may_be_on_either_side_and_have_another_shape(path):
     state = wanted()
     load(path, state, optional_prefixes=("optimizer.", "model.b"))
     assert all(torch.equal(state[name][0].tensor, VALUES[name]) for name in VALUES)
+
+
+def test_a_piece_that_is_not_filled_by_what_is_stored_is_an_error(path):
+    state = wanted() | {"model.w": [Piece((4, 6), Box((0, 0), (5, 6)), torch.zeros(5, 6))]}
+    with pytest.raises(CheckpointError, match=r"stores 24 of the 30 elements of tensor 'model.w'"):
+        load(path, state)
 
 
 def test_another_shape_is_refused(path):

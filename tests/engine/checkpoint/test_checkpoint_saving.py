@@ -139,14 +139,15 @@ def test_a_save_that_is_complete_is_told_once_it_is_waited_for(tmp_path):
     assert told == [(3, tmp_path / "step-00000003")]
 
 
-def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_costs_none(make, tmp_path, monkeypatch):
-    """As where ranks of two hosts have a folder of this name each."""
+@pytest.mark.parametrize("seen", [None, b"half"])
+def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_costs_none(make, tmp_path, monkeypatch, seen):
+    """As where ranks of two hosts have a folder of this name each, or a network file system loses a part."""
     checkpointer, commit = make(keep=1), Checkpointer._commit
     checkpointer.save(1, weights(1), {}, block=True)
 
     def without(self, folder, *arguments):
         for file in folder.glob("*.safetensors"):
-            file.unlink()
+            file.write_bytes(seen) if seen else file.unlink()
         return commit(self, folder, *arguments)
 
     monkeypatch.setattr(save, "SEEN_SECONDS", 0.2)
@@ -154,6 +155,19 @@ def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_costs_none(make, tmp_p
     with pytest.raises(CheckpointError, match="all ranks must save into one folder"):
         checkpointer.save(2, weights(2), {}, block=True)
     assert steps(tmp_path) == [1] and loaded(tmp_path / "step-00000001") == 1
+
+
+def test_what_is_seen_late_on_a_network_file_system_is_waited_for(make, tmp_path, monkeypatch):
+    checkpointer, commit = make(), Checkpointer._commit
+
+    def late(self, folder, *arguments):
+        file = (folder / "rank-00000.safetensors").rename(tmp_path / "not seen yet")
+        threading.Timer(0.2, file.rename, [folder / "rank-00000.safetensors"]).start()
+        return commit(self, folder, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "_commit", late)
+    checkpointer.save(1, weights(1), {}, block=True)
+    assert loaded(tmp_path / "step-00000001") == 1
 
 
 def test_a_disk_that_goes_away_is_named_and_no_folder_of_other_ranks(make, tmp_path, monkeypatch):
@@ -253,6 +267,19 @@ def test_an_abandoned_save_that_is_still_written_stays_uncommitted(make, tmp_pat
         first.wait()
     second.save(2, weights(2), {}, block=True)
     assert steps(tmp_path) == [2] and list(tmp_path.glob(".staging*")) == []
+
+
+@pytest.mark.parametrize("function, seconds", [("write", 30.0), ("rename", 0.0)])
+def test_a_save_that_is_about_to_end_is_not_left(make, tmp_path, monkeypatch, function, seconds):
+    """A write is waited for as long as was said; a commit, which only this thread can end, in any case."""
+    call = getattr(storage, function)
+    monkeypatch.setattr(storage, function, lambda *args: (time.sleep(0.2), call(*args))[1])
+    checkpointer = make()
+    checkpointer.save(1, weights(1), {})
+    if function == "rename":
+        wait_for(lambda: list(tmp_path.glob(".staging-*/manifest.json")))
+    checkpointer.abandon(seconds=seconds)
+    assert steps(tmp_path) == [1] and not checkpointer.in_flight
 
 
 def leave_a_save(folder) -> tuple[float, bool, bool]:
