@@ -15,6 +15,7 @@ from shoal.base.section import Section
 from shoal.cli.arguments import is_given, parse_run, split_run_file
 from shoal.cli.commands import COMMANDS
 from shoal.report.planning.estimate_lines import change_rows, estimate_facts, estimate_lines
+from shoal.report.planning.other_software import software_lines
 from shoal.report.planning.values import list_estimate_values, list_own_values
 
 DEFAULT_MODEL = "llama-3-8b"
@@ -132,6 +133,8 @@ def main(args: list[str]) -> int:
         training = shoal.train_fully(estimate.run, estimate.step_seconds, **limits)
         facts, changes = estimate_facts(estimate, training), change_rows(estimate)
         listed += estimate_lines(estimate, facts, changes, name)
+        if options.software != "shoal":
+            listed += ["", *software_lines(estimate.run, "The layout")]
         code = 0 if estimate.fits else 1
     if options.out:
         from shoal.report.planning.estimate_page import write_memory_page, write_page  # slow import

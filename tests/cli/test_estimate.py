@@ -113,3 +113,10 @@ def test_a_runs_own_steps_are_its_training(words: str, tokens: str, capsys: pyte
     run = Path(__file__).parents[2] / "examples" / "quickstart.toml"
     assert main(["estimate", str(run), "--cluster", "4xH100", *words.split()]) == 0
     assert f"training on {tokens} tokens" in capsys.readouterr().out
+
+
+def test_other_software_gets_its_arguments(capsys: pytest.CaptureFixture) -> None:
+    words = "--model llama-3-8b --cluster 2x8xH100 --parallel.tp 4 --parallel.zero 1 --software megatron-core"
+    assert main(["estimate", *words.split()]) == 0
+    assert "The layout, as arguments of megatron-core" in (said := capsys.readouterr().out)
+    assert "\n--tensor-model-parallel-size 4\n" in said

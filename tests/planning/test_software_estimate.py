@@ -229,6 +229,18 @@ def test_other_software_gets_its_own_config() -> None:
     assert micro == speed["train_batch_size"] == 64
 
 
+@pytest.mark.parametrize(("software", "layout", "says"), [
+    ("torchtitan", Layout(dp=16, zero=1), "torchtitan has no ZeRO-1:"),
+    ("composer", Layout(dp=4, tp=2, pp=2, zero=3), "composer has no tp and no pp:"),
+    ("megatron-core", Layout(dp=4, pp=4, schedule="zb-h1"), "megatron-core has no zb-h1:"),
+])  # fmt: skip
+def test_a_layout_that_the_software_lacks_has_no_config(software: str, layout: Layout, says: str) -> None:
+    run = describe_run(layout, model="llama-3-8b", cluster="2x8xA100", global_batch=64, software=software)
+    heading, words = software_lines(run, "The layout")
+    assert heading.startswith("The layout, in shoal's words") and heading.endswith(says)
+    assert words == layout.describe()
+
+
 @pytest.mark.parametrize("layout", [
     Layout(dp=128, zero=3), Layout(dp=128, zero=3, zero_shard=64), Layout(dp=32, tp=4, zero=3, zero_shard=8),
     Layout(dp=32, cp=2, tp=2, zero=3, micro_batch=4),

@@ -25,33 +25,50 @@ PENDING_BACKWARDS = {"zb-h1": 1, "zb-h2": 2}
 """Backwards that wait in Zero Bubble's schedules, per stage."""
 
 
-def software_lines(run: EstimatedRun) -> Iterator[str]:
-    """Yield a heading and the software's own config, of the part that a layout determines; else the layout."""
-    name = run.software.name
-    if name in MEGATRON:
+def software_lines(run: EstimatedRun, what: str = "The recommended") -> Iterator[str]:
+    """Yield a heading and the software's own config, of the part that a layout determines; else the layout.
+
+    Args:
+        what: what the layout is, which begins the heading.
+    """
+    name, lacking = run.software.name, list(_lacking(run))
+    if lacking:
+        yield f"{what}, in shoal's words; {name} has no {' and no '.join(lacking)}:"
+        yield run.layout.describe()
+    elif name in MEGATRON:
         source = "sail-sg/zero-bubble" if name == "zero-bubble" else "NVIDIA/Megatron-LM"
-        yield f"The recommended, as arguments of {name} ({source}, arguments.py):"
+        yield f"{what}, as arguments of {name} ({source}, arguments.py):"
         yield from megatron_arguments(run)
     elif name == "torchtitan":
-        yield "The recommended, as TOML for torchtitan (pytorch/torchtitan, job_config.py):"
+        yield f"{what}, as TOML for torchtitan (pytorch/torchtitan, job_config.py):"
         yield from tomli_w.dumps(torchtitan_config(run)).splitlines()
     elif name == "nanotron":
-        yield "The recommended, as YAML for nanotron (huggingface/nanotron, config.py):"
+        yield f"{what}, as YAML for nanotron (huggingface/nanotron, config.py):"
         yield from _yaml(nanotron_config(run))
     elif name == "composer":
-        yield "The recommended, as YAML for llm-foundry (mosaicml/llm-foundry, scripts/train):"
+        yield f"{what}, as YAML for llm-foundry (mosaicml/llm-foundry, scripts/train):"
         yield from _yaml(foundry_config(run))
     elif name == "deepspeed":
-        yield "The recommended, as JSON for DeepSpeed; tensor parallelism is Megatron-DeepSpeed's:"
+        yield f"{what}, as JSON for DeepSpeed; tensor parallelism is Megatron-DeepSpeed's:"
         yield from json.dumps(deepspeed_config(run), indent=2).splitlines()
         if run.layout.tp > 1:
             yield f"--tensor-model-parallel-size {run.layout.tp}"
     elif name == "maxtext":
-        yield "The recommended, as arguments of MaxText (AI-Hypercomputer/maxtext, base.yml):"
+        yield f"{what}, as arguments of MaxText (AI-Hypercomputer/maxtext, base.yml):"
         yield from (f"{key}={value}" for key, value in maxtext_arguments(run).items())
     else:
-        yield f"The recommended, in shoal's words; {name} has other names:"
+        yield f"{what}, in shoal's words; {name} has other names:"
         yield run.layout.describe()
+
+
+def _lacking(run: EstimatedRun) -> Iterator[str]:
+    """Yield what of the layout the software does not have."""
+    software, layout = run.software, run.layout
+    yield from (axis for axis in ("tp", "cp", "ep", "pp") if not software.has(**{axis: getattr(layout, axis)}))
+    if layout.zero and layout.zero not in software.zero_stages:
+        yield f"ZeRO-{layout.zero}"
+    if layout.pp > 1 and layout.schedule not in software.schedules:
+        yield layout.schedule
 
 
 def megatron_arguments(run: EstimatedRun) -> Iterator[str]:
