@@ -131,13 +131,16 @@ def describe_changes(folder: Path, changed: Mapping[str, object]) -> Iterator[st
 
 
 def describe_rate(folder: Path, config: RunConfig, step: int) -> Iterator[str]:
-    """Yield a line if the learning rate jumps after a step, as that of a cosine does if the run becomes longer."""
-    done = read_metrics(folder)
-    if config.model.module or not done or done[-1].step != step or step <= config.optimizer.warmup_steps:
+    """Yield a line if the learning rate jumps after a step, as that of a cosine does if the run becomes longer.
+
+    The newest record up to that step is compared with what the config gives for the step of the record.
+    """
+    last = next((record for record in reversed(read_metrics(folder)) if record.step <= step), None)
+    if config.model.module or last is None:
         return
-    was, now = done[-1].learning_rate, learning_rate(step, config.train.steps, config.optimizer)
-    if not was / 1.5 < now < was * 1.5:
-        yield f"the learning rate is {now:.1e} in step {step + 1}, after {was:.1e}"
+    now, then = (learning_rate(of, config.train.steps, config.optimizer) for of in (step, last.step - 1))
+    if then != last.learning_rate and not last.learning_rate / 1.5 < then < last.learning_rate * 1.5:
+        yield f"the learning rate is {now:.1e} in step {step + 1}, after {last.learning_rate:.1e} in step {last.step}"
 
 
 def _listed(values: Mapping[str, object]) -> str:

@@ -127,8 +127,11 @@ def test_a_resume_names_a_jump_of_the_learning_rate(tmp_path):
             "tokens_per_second_per_rank": 1.0, "memory_bytes": 1, "seconds_left": 0.0}) + "\n")
         assert [*describe_rate(tmp_path, config, step + 1)] == []
     longer = config.replace(train={"steps": 1000})
-    assert [*describe_rate(tmp_path, longer, 101)] == ["the learning rate is 9.8e-04 in step 102, after 6.3e-04"]
-    assert [*describe_rate(tmp_path, longer, 100)] == []  # between two records
+    jump = "the learning rate is 9.8e-04 in step {}, after 6.3e-04 in step 101"
+    assert [*describe_rate(tmp_path, longer, 101)] == [jump.format(102)]
+    assert [*describe_rate(tmp_path, longer, 105)] == [jump.format(106)]  # between two records
+    assert [*describe_rate(tmp_path, config, 190)] == []  # it falls, as the cosine does
+    assert [*describe_rate(tmp_path, longer, 100)] == []  # before the first record
 
 
 def test_a_file_in_its_place_is_refused(tmp_path):
