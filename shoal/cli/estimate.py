@@ -128,7 +128,7 @@ def main(args: list[str]) -> int:
     else:
         estimate = shoal.estimate(config.parallel, **run, software=options.software)
         limits = options.model_dump(include={"tokens", "days", "budget", "price"})
-        if from_file and "steps" in config.train.model_fields_set and not (options.days or options.budget):
+        if from_file and is_given("train", "steps", args) and not (options.days or options.budget):
             limits["tokens"] = options.tokens or config.train.steps * estimate.run.tokens
         training = shoal.train_fully(estimate.run, estimate.step_seconds, **limits)
         facts, changes = estimate_facts(estimate, training), change_rows(estimate)

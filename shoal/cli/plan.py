@@ -128,13 +128,14 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner, limits: dict[str
     estimates = [tables.build_estimate(plan, found) for found in plan.listed] if plan.best else []
     training = shoal.train_fully(plan.run, plan.found.seconds, **limits) if plan.best else None
     listed = tables.lines(options.model, plan, estimates, training)
-    if options.toml and plan.best:
-        write_atomically(options.toml, tables.run_toml(options.model, planner.run, plan.best[0].layout))
+    if options.toml and training:
+        run = tables.run_toml(options.model, planner.run, plan.best[0].layout, training.tokens)
+        write_atomically(options.toml, run)
         listed.append(f"written: {options.toml}")
-    if options.out and plan.best:
+    if options.out and training:
         from shoal.report.planning.search_page import write_page  # slow import
 
-        write_page(options.out, options.model, plan, estimates, tables.reasons(plan, estimates))
+        write_page(options.out, options.model, plan, estimates, tables.reasons(plan, estimates), training)
         listed.append(f"written: {options.out}")
     if options.explain and plan.best:
         listed += tables.explain_lines(plan, estimates)

@@ -115,6 +115,14 @@ def test_a_runs_own_steps_are_its_training(words: str, tokens: str, capsys: pyte
     assert f"training on {tokens} tokens" in capsys.readouterr().out
 
 
+def test_a_run_without_steps_is_trained_on_20_tokens_per_parameter(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (run := tmp_path / "run.toml").write_text('[model]\nname = "llama-3-8b"\n[data]\nsequence_length = 8192\n')
+    assert main(["estimate", str(run), "--model", "llama-3-8b", "--parallel.tp", "8", "--global-batch", "4M"]) == 0
+    assert "training on 1.61e+11 tokens" in capsys.readouterr().out
+
+
 def test_other_software_gets_its_arguments(capsys: pytest.CaptureFixture) -> None:
     words = "--model llama-3-8b --cluster 2x8xH100 --parallel.tp 4 --parallel.zero 1 --software megatron-core"
     assert main(["estimate", *words.split()]) == 0

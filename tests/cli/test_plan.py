@@ -24,7 +24,7 @@ FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
 def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out, page = tmp_path / "plan.toml", tmp_path / "plan.html"
     words = "plan --model llama-3-8b --cluster 2x8xH100 --global-batch 512K --fix pp=4,schedule=interleaved-1f1b"
-    assert main([*words.split(), "--toml", str(out), "--out", str(page), "--explain"]) == 0
+    assert main([*words.split(), "--tokens", "1e9", "--toml", str(out), "--out", str(page), "--explain"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^recommended .*pp 4 \(interleaved-1f1b.*tokens per second", said, re.M)
     said_so = r"^80 % intervals of the recommended: step .* to .* s, memory .* GB to .* GB"
@@ -39,6 +39,7 @@ def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.Captu
     sizes = {"global_batch": config.train.global_batch, "sequence_length": config.data.sequence_length}
     check_layout(config.parallel, shape, **sizes, ranks=16)
     check_schedule(config.parallel, shape, config.train.global_batch, sequence_length=config.data.sequence_length)
+    assert config.train.steps == round(1e9 / 2**19), "of 512 K tokens"
     assert config.parallel.pp == 4 and config.parallel.schedule == "interleaved-1f1b"
     html = page.read_text()
     assert html.count("<svg") == 2 and "<script src" not in html

@@ -114,7 +114,7 @@ def estimate_layout(request: LayoutRequest) -> dict[str, Any]:
             "days_interval": [training.days * low / step, training.days * high / step],
         },
         "axes": list_axes(estimate) if isinstance(estimate, Estimate) else [],
-        "toml": run_toml(request.section(), run, run.layout),
+        "toml": run_toml(request.section(), run, run.layout, training.tokens),
         "commands": _commands(request, run),
     }  # fmt: skip
 

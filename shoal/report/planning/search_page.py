@@ -12,6 +12,7 @@ from pathlib import Path
 from shoal.base.files import write_atomically
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.estimate import NAMES, StepEstimate
+from shoal.planning.full_training import FullTraining
 from shoal.planning.search.plan import Plan
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.report.charts import COLOURS, draw_tiles, new_figure, stacked_bars, to_svg
@@ -22,7 +23,10 @@ from shoal.report.timeline.palette import mix
 from shoal.spec.layout import Layout
 
 
-def write_page(path: Path, model: str, plan: Plan, estimates: Sequence[StepEstimate], reasons: Sequence[str]) -> None:
+def write_page(
+    path: Path, model: str, plan: Plan, estimates: Sequence[StepEstimate], reasons: Sequence[str],
+    training: FullTraining,
+) -> None:  # fmt: skip
     """Write the page as one file."""
     run, fullest = plan.run, [estimate.fullest for estimate in estimates]
     roles = [found.role for found in plan.listed]
@@ -36,7 +40,7 @@ def write_page(path: Path, model: str, plan: Plan, estimates: Sequence[StepEstim
     ]
     lead = (f"{model}, {run.precision}, {run.optimizer}; {run.cluster.describe()}; {run.global_batch:,} sequences of "
             f"{run.sequence_length:,} tokens a step; {date.today()}.")  # fmt: skip
-    heading, *config = config_lines(model, plan)
+    heading, *config = config_lines(model, plan, training)
     text = "\n".join(config)
     parts = [
         "<h2>Time of a step, on the busiest pipeline rank</h2>",

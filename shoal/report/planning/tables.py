@@ -64,7 +64,7 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate], training: F
     ]  # fmt: skip
     low, high = map(show_seconds, estimates[0].interval)
     least, most = map(show_bytes, estimates[0].memory_interval)
-    heading, *config = config_lines(model, plan)
+    heading, *config = config_lines(model, plan, training)
     searched = (
         f"{plan.branches - plan.pruned:,} of {plan.branches:,} combinations of mesh, micro-batch and pipeline bounded, "
         f"{len(plan.players)} programs, {plan.played:,} layouts simulated"
@@ -82,13 +82,13 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate], training: F
     ]
 
 
-def config_lines(model: str, plan: Plan) -> list[str]:
+def config_lines(model: str, plan: Plan, training: FullTraining) -> list[str]:
     """Return a heading, and the recommended layout as config of the software that trains, or why it has none."""
     run = replace(plan.run, layout=plan.found.layout)
     if run.software.name != "shoal":
         return list(software_lines(run))
     try:
-        return ["The recommended, for shoal train:", *run_toml(model, run, run.layout).splitlines()]
+        return ["The recommended, for shoal train:", *run_toml(model, run, run.layout, training.tokens).splitlines()]
     except UsageError as error:
         return ["The recommended:", str(error)]
 
@@ -165,11 +165,14 @@ def explain_lines(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
     return ["", *table_lines(["seconds of a step", *(found.role for found in plan.listed), "what it is"], rows)]
 
 
-def run_toml(model: str | Mapping[str, Any], run: EstimatedRun, layout: Layout) -> str:
+def run_toml(
+    model: str | Mapping[str, Any], run: EstimatedRun, layout: Layout, tokens: float | None = None
+) -> str:
     """Return a run's TOML with the planned layout and the model's own vocabulary.
 
     Args:
         model: name in the catalog, or the config section that creates the model.
+        tokens: of the complete training, which determine the steps.
 
     Raises:
         UsageError: the model is user-defined, and no config produces it.
@@ -180,11 +183,12 @@ def run_toml(model: str | Mapping[str, Any], run: EstimatedRun, layout: Layout) 
         name: list(value) if isinstance(value, tuple) else value
         for name, value in chosen.items() if value is not None and value != getattr(defaults, name)
     }
+    steps = {} if tokens is None else {"steps": max(1, round(tokens / run.tokens))}
     return tomli_w.dumps({
         "model": model_section(model, run.shape) if isinstance(model, str) else {**model},
         "parallel": parallel,
         "data": {"sequence_length": run.sequence_length},
-        "train": {"global_batch": run.global_batch, "precision": run.precision},
+        "train": steps | {"global_batch": run.global_batch, "precision": run.precision},
         "optimizer": {"name": run.optimizer},
     })
 
