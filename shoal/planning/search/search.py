@@ -168,14 +168,11 @@ class Search:
     def _works(self) -> Iterator[WorkItem]:
         """Yield the work items for which some rank could hold its share of the layers."""
         for degrees in meshes(self.run, self.space):
-            full, level = set[tuple](), mesh_complexity(degrees, self.run.cluster)
+            level = mesh_complexity(degrees, self.run.cluster)
             for way in works(self.run, degrees, self.space):
-                kind = way["sequence_parallel"], way["recompute"]
-                if kind not in full and self._may_fit(degrees, way):
+                if self._may_fit(degrees, way):
                     plain = self._priced(degrees, way, {"zero": 0})
                     yield WorkItem(degrees, way, plain.run.microbatches, plain, level)
-                else:
-                    full.add(kind)  # larger micro-batches, which come later, do not fit either
 
     def _may_fit(self, degrees: Fields, way: Fields) -> bool:
         """Return whether some rank could hold its share of the layers, and its part of one micro-batch's activations.

@@ -80,6 +80,17 @@ def with_memory(run: EstimatedRun, space: LayoutSpace, part: float) -> Estimated
     return having(1e9 * (1 + (between - one) / (two - one)))
 
 
+def just_enough(run: EstimatedRun) -> EstimatedRun:
+    """The run on devices whose memory is just enough for its layout."""
+    for _ in range(20):  # libraries keep more of a larger device
+        estimate = Estimate(run)
+        more = (1 + 1e-9) * estimate.fullest.reserved / estimate.capacity
+        memory = {"memory_bytes": more * run.cluster.accelerator.memory_bytes}
+        run = replace(run, cluster=replace(run.cluster, accelerator=run.cluster.accelerator.model_copy(update=memory)))
+    assert Estimate(run).fits
+    return run
+
+
 @st.composite
 def problems(draw: st.DrawFn, most_ranks: int = 8, full: bool = True) -> tuple[EstimatedRun, LayoutSpace]:
     """A small model, dense or with experts, on a few devices, each on a core of its own or not, whose memory is enough
@@ -129,16 +140,23 @@ def test_what_passes_between_two_stages_of_one_rank_is_there_once() -> None:
     layout = Layout(
         dp=4, tp=2, sequence_parallel=True, zero=1, micro_batch=4, schedule="looped-bfs", virtual_stages=2
     )
-    run = EstimatedRun(SMALL, layout, cluster("2x4xA100"), 64, 16, "fp32")
-    for _ in range(20):  # libraries keep more of a larger device
-        estimate = Estimate(run)
-        more = (1 + 1e-9) * estimate.fullest.reserved / estimate.capacity
-        memory = {"memory_bytes": more * run.cluster.accelerator.memory_bytes}
-        run = replace(run, cluster=replace(run.cluster, accelerator=run.cluster.accelerator.model_copy(update=memory)))
-    assert Estimate(run).fits
+    run = just_enough(EstimatedRun(SMALL, layout, cluster("2x4xA100"), 64, 16, "fp32"))
     fields = {name: getattr(layout, name) for name in LEVELS}
     space = LayoutSpace((layout.schedule,), fixed=fields)
     assert [found.layout for found in search(run, space, diverse=False).best] == [layout]
+
+
+@pytest.mark.parametrize("fields", [
+    {"recompute": "full"}, {"recompute": "selective"}, {"tp": 2, "sequence_parallel": True}, {"micro_batch": 1},
+], ids=str)  # fmt: skip
+def test_what_fits_only_with_less_activations_is_found(fields: dict) -> None:
+    """Others of the mesh, which are looked at before, do not fit."""
+    shape = SMALL.model_copy(update={"vocab": 64, "heads": 8, "kv_heads": 8, "head_dim": 32})
+    layout = Layout(dp=4 // fields.get("tp", 1), **fields)
+    run = just_enough(EstimatedRun(shape, layout, cluster("4xH100"), 512, 8))
+    space = LayoutSpace(("1f1b",), fixed={"zero": 0, "dp": layout.dp, "tp": layout.tp})
+    (found,) = search(run, space, diverse=False).best
+    assert found.seconds <= (1 + 1e-9) * Estimate(run).step_seconds
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
