@@ -97,7 +97,7 @@ def meshes(run: EstimatedRun, space: LayoutSpace) -> Iterator[Fields]:
     ranks = run.cluster.size
     most_cp = max(1, run.sequence_length // space.least_tokens, space.fixed.get("cp", 1))
     for tp, pp, cp in product(divisors(ranks), divisors(ranks), [n for n in divisors(ranks) if n <= most_cp]):
-        if ranks % (tp * pp * cp) or pp > run.shape.layers or run.global_batch % (ranks // (tp * pp * cp)):
+        if ranks % (tp * pp * cp):
             continue
         for ulysses, (ep, etp) in product(divisors(cp), _experts(run.shape, tp, space)):
             degrees: Fields = {
@@ -118,10 +118,7 @@ def _experts(shape: ModelShape, tp: int, space: LayoutSpace) -> list[tuple[int, 
 
 def works(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[Fields]:
     """Yield the micro-batches, and what is recomputed in each."""
-    split = [
-        value for value in ((False, True) if degrees["tp"] > 1 else (False,))
-        if fits(run, Layout(**degrees, sequence_parallel=value))
-    ]  # fmt: skip
+    split = [value for value in (False, True) if fits(run, Layout(**degrees, sequence_parallel=value))]
     for micro_batch in divisors(run.global_batch // degrees["dp"]):
         for sequence_parallel, recompute in product(split, ("none", "selective", "full")):
             work = {

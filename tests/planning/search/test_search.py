@@ -242,12 +242,35 @@ def test_the_levels_make_every_layout_that_the_rules_allow(shape: ModelShape, sp
     ("olmoe-1b-7b", "tp=4,etp=2,micro_batch=1", "expert_tensor", 2),
     ("olmoe-1b-7b", "pp=2,ep=4,ep_overlap=false", "ep_overlap", False),
     ("llama-3.2-1b", "pp=2,schedule=1f1b,ep_overlap=false", "ep_overlap", False),
+    ("llama-3.2-1b", "cp=8", "cp", 8),
 ])  # fmt: skip
 def test_whatever_a_layout_may_have_can_be_fixed(model: str, words: str, field: str, value: object) -> None:
     run = EstimatedRun(model_shape(model), Layout(), cluster("8xH100"), 1024, 8)
     found = list(islice(layouts(run, LayoutSpace(fixed=check_fixed(words))), 200))
     assert found and all(getattr(layout, field) == value for layout in found)
     check_trained(run, found[-1])
+
+
+def test_given_stages_hold_all_layers_and_those_of_a_rank_with_several_stay_even() -> None:
+    shape = SMALL.model_copy(update={"vocab": 50_000})
+
+    def made(depth: int, **fixed: object) -> list[object]:
+        return [split["stage_layers"] for split in splits(shape, 2, depth, LayoutSpace(fixed=fixed))]
+
+    assert made(2, stage_layers=(2, 4)) == [(2, 4)]
+    assert made(2, stage_layers=(2, 5)) == made(2, stage_layers=(2, 2, 2)) == []
+    assert len(made(2)) > 1 and made(4) == [None]
+
+
+@pytest.mark.parametrize("words, says", [
+    ("bucket_mb=5", "--fix bucket_mb: it is not searched"),
+    ("schedule=terapipe", "--fix schedule=terapipe: it is not searched"),
+    ("tp=", "tp has none"),
+    ("stage_layers=7/a", "write the layers of all stages"),
+])  # fmt: skip
+def test_what_cannot_be_fixed_is_refused(words: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_fixed(words)
 
 
 def test_meshes_that_have_nothing_to_share_out_are_left_out_where_that_is_asked_for() -> None:
