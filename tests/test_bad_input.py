@@ -82,7 +82,7 @@ CASES = {
     "a fraction for a count": file("[train]\nsteps = 7.5", "train.steps = 7.5: input should be a valid integer"),
     "a number for a boolean": file("[checkpoint]\nasynchronous = 1", "checkpoint.asynchronous = 1: input should be"),
     "a date for a number": file("[train]\nsteps = 1979-05-27", "train.steps = '1979-05-27': input should be"),
-    "a text for a list": file("[data]\npaths = 'x'", "data.paths = 'x': input should be a valid array"),
+    "a text for a list": file("[float8]\nkeep = 'x'", "float8.keep = 'x': input should be a valid array"),
     "a number for a section": file("train = 3", "train = 3: input should be a table"),
     "neither of two types": file(
         "[parallel]\nbucket_mb = '1'", "parallel.bucket_mb = '1': input should be a valid number, or input should be"),

@@ -372,6 +372,9 @@ def test_the_page_from_the_hub_to_a_model_folder(tmp_path, capsys, monkeypatch):
     assert tokenizer.decode(tokenizer.encode("a text")) == "a text"
     assert main(["import", "hf", "out"]) == 0
     assert 'tokenizer = "' in capsys.readouterr().out
+    Path("out", "tokenizer.json").rename("tokenizer.json")
+    assert main(["import", "hf", "out", "--out", "new.toml"]) == 0
+    assert "--data.tokenizer FILE (its tokenizer.json, which the folder lacks)" in capsys.readouterr().out
     assert main(["export", "hf", "trained", "--out", "out"]) == 2
     assert "nothing is overwritten" in capsys.readouterr().err
     assert not list(Path().glob(".out*"))

@@ -10,6 +10,7 @@ from pydantic import PositiveInt
 import shoal
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
+from shoal.base.terminal import printable
 from shoal.spec.config import OptimizerConfig
 
 
@@ -47,10 +48,15 @@ class ExportOptions(FileExportOptions):
 def import_hf(options: ImportOptions) -> int:
     """Print or write the TOML of a run that starts with the model."""
     text = shoal.import_hf(options.folder, options.out, sequence_length=options.sequence_length)
-    known = "learning_rate" in text  # that of a run from scratch would undo much of what the model has learned
-    rate = "" if known else f" and a learning rate in [optimizer] (default: {OptimizerConfig().learning_rate:g})"
-    print(text if options.out is None else f"written: {options.out}\nNext: name your text in [data]{rate}, and "
-          f"shoal train {options.out}")
+    if options.out is None:
+        print(text)
+        return 0
+    words = f"shoal train {options.out} --data.paths TEXT"
+    if "\ntokenizer = " not in text:
+        words += " --data.tokenizer FILE (its tokenizer.json, which the folder lacks)"
+    if "\nlearning_rate = " not in text:  # that of a run from scratch would undo much of what the model has learned
+        words += f" --optimizer.learning-rate RATE (default: {OptimizerConfig().learning_rate:g})"
+    print(printable(f"written: {options.out}\nNext: {words}"))
     return 0
 
 

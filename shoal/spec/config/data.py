@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, StringConstraints, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, StringConstraints, field_validator, model_validator
 
 from shoal.base.section import Section
 
@@ -38,6 +38,12 @@ class SourceConfig(Section):
 
     unreadable: Literal["stop", "skip"] = "stop"
     """What to do with a document that cannot be read: stop with an error that names it, or skip and count it."""
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _from_one(cls, value: Any) -> Any:
+        """Accept one path, and a list, which this validator gets as Python's own."""
+        return (value,) if isinstance(value, str) else _as_tuple(value)
 
     @property
     def read_field(self) -> str:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.terminal import printable
+from shoal.engine.data.tokenizer import BytesTokenizer
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.training.records.metrics import StepMetrics
@@ -65,6 +66,10 @@ class Display:
         ]
         if config.data.source == "auto" and config.data.reads == "stdlib" and not config.model.module:
             facts.append(("note", "no text in [data]: Python's standard library is the text"))
+        vocab = config.model.vocab or 0 if config.model.weights else 0
+        if config.data.tokenizer == "bytes" and vocab > BytesTokenizer.vocab_size and config.data.reads != "synthetic":
+            used = f"{BytesTokenizer.vocab_size} of the {vocab:,} ids of model.weights"
+            facts.append(("note", f"text is read as bytes, {used}: set data.tokenizer to the model's tokenizer.json"))
         if (warmup := config.optimizer.warmup_steps) > config.train.steps:
             facts.append(("note", f"a warm-up of {warmup} steps is longer than the run: no step has the peak rate"))
         facts = [(name, printable(text)) for name, text in facts]

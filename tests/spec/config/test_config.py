@@ -236,6 +236,9 @@ def test_odd_heads_are_fine_without_rotation():
 
 def test_paths_are_a_tuple():
     assert DataConfig(paths=["a", "b"]).paths == ("a", "b")
+    assert build_config({"data": {"paths": "a.txt", "mixture": {"b": {"paths": "b.txt"}}}}).data.paths == ("a.txt",)
+    with pytest.raises(UsageError, match=r"data\.paths = 3: input should be a valid array"):
+        build_config({"data": {"paths": 3}})
 
 
 def test_old_keys_are_still_read(capfd):

@@ -79,6 +79,15 @@ def test_a_run_without_a_text_says_what_it_reads(tmp_path):
         assert (note in file.getvalue()) is noted
 
 
+def test_a_model_whose_tokenizer_is_missing_is_told_that_it_reads_bytes(tmp_path):
+    note = "text is read as bytes, 257 of the 32,000 ids of model.weights"
+    for vocab, tokenizer, noted in ((32_000, "bytes", True), (32_000, "a.json", False), (257, "bytes", False)):
+        file, values = io.StringIO(), {"model": {"weights": "llama", "vocab": vocab}, "data": {"tokenizer": tokenizer}}
+        view = Display(Console(file=file, width=120))
+        view.banner(build_config(values), parameters=1, device="cpu", threads=1, folder=tmp_path)
+        assert (note in file.getvalue()) is noted
+
+
 def test_wide_output_shows_more():
     assert "validation  tokens/s" in show(120)
     assert "validation  tokens/s" not in show(80)
