@@ -7,7 +7,7 @@ import pytest
 from shoal.spec.config.sections import FailoverConfig
 from shoal.training.resilience import silent_failure_checks
 from shoal.training.resilience.replicas import SilentFailure
-from shoal.training.resilience.silent_failure_checks import SilentFailureChecks
+from shoal.training.resilience.silent_failure_checks import SilentFailureChecks, find_slowest
 
 BAD = SilentFailure("they differ", "replicas differ", [1])
 
@@ -24,8 +24,8 @@ def make(monkeypatch):
         ), step, extra or {})
 
     def look(what):
-        def note(engine, step, *_):
-            make.looked.append((what, step))
+        def note(engine, step, group, *how):
+            make.looked.append((what, step, *how))
             if make.fails:
                 raise make.fails
         return note
@@ -55,13 +55,13 @@ def test_replicas_are_compared_at_the_start_and_only_then_trusted(make):
 
 
 def test_a_state_is_trusted_only_after_its_check(make):
-    guard = make(2, check_replicas_every=4, reexecute_every=3)
+    guard = make(2, check_replicas_every=4, reexecute_every=3, reexecute_on="replica")
     for step in range(3, 9):
         guard.before_step(step - 1)
         guard.after_step(step, 1.0)
         assert guard.proven == (2 if step < 4 else step // 4 * 4)
-    assert make.looked == [("compared", 2), ("computed again", 3), ("compared", 4), ("computed again", 6),
-                           ("compared", 8)]  # fmt: skip
+    assert make.looked == [("compared", 2), ("computed again", 3, "replica"), ("compared", 4),
+                           ("computed again", 6, "replica"), ("compared", 8)]  # fmt: skip
     make.fails = BAD
     with pytest.raises(SilentFailure):
         guard.after_step(12, 1.0)
@@ -115,3 +115,8 @@ def test_the_last_steps_before_each_report_are_measured(make):
     assert guard.timer.starts == 2 and not guard.timer.on
     assert [step for step, each in reports.items() if each] == [20, 40]
     assert (reports[40].computing, reports[40].total) == (0.5, 35.5)  # of steps 31 to 40
+
+
+def test_ranks_whose_work_is_too_short_to_be_measured_are_equally_fast():
+    found = find_slowest([(0.0, "a"), (0.0, "b")], total=0.0)
+    assert found.times == 1.0 and find_slowest([(2.0, "a")], total=1.9).waiting == (0.0,)
