@@ -7,6 +7,7 @@ import re
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -239,8 +240,11 @@ class Checkpointer:
         """Check on rank 0 that all files are complete, then commit the checkpoint."""
         note = ""
         try:
-            if failed := [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a["error"]]:
-                raise CheckpointError("; ".join(failed))
+            errors = [answer["error"] for answer in answers]
+            if failed := Counter(filter(None, errors)):
+                raise CheckpointError("; ".join(
+                    f"rank {errors.index(each)}{f' and {n - 1} more' * (n > 1)}: {each}" for each, n in failed.items()
+                ))
             parts = [RankPart.model_validate(answer["result"][0]) for answer in answers]
             _check_files(folder, parts)
             write_manifest(folder, merge(step, json.loads(answers[0]["result"][1]), parts))

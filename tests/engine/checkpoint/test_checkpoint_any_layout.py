@@ -142,12 +142,12 @@ def load_on_ranks(folder: str, seed: int) -> tuple[int, int, bool]:
     return len(refused), extra["tokens"], equal
 
 
-def one_rank_cannot_write(folder: str) -> str:
+def some_ranks_cannot_write(folder: str) -> str:
     group = dist.new_group(backend="gloo")
     checkpointer = Checkpointer(Path(folder), group=group, keep=2, asynchronous=True)
-    odd = torch.ones(2, dtype=torch.complex64 if dist.get_rank() == 1 else torch.float32)
     rank = dist.get_rank()
-    checkpointer.save(7, {"w": [Piece((4,), Box((2 * rank,), (2,)), odd)]}, {})
+    odd = torch.ones(2, dtype=torch.complex64 if rank else torch.float32)
+    checkpointer.save(7, {"w": [Piece((6,), Box((2 * rank,), (2,)), odd)]}, {})
     try:
         checkpointer.close()
     except CheckpointError as error:
@@ -164,7 +164,8 @@ def test_ranks_save_and_another_number_of_ranks_loads(pool, tmp_path):
     assert pool.run(load_on_ranks, 4, str(tmp_path), 5) == [(1, 200, True)] * 4
 
 
-def test_one_rank_that_fails_is_told_to_all_and_none_waits_for_it(pool, tmp_path):
-    for message in pool.run(one_rank_cannot_write, 2, str(tmp_path)):
-        assert "saving step 7 failed: rank 1: tensor 'w' is torch.complex64" in message
+@pytest.mark.parametrize("ranks, who", [(2, "rank 1"), (3, "rank 1 and 1 more")])
+def test_ranks_that_fail_are_told_to_all_and_none_waits_for_them(pool, tmp_path, ranks, who):
+    for message in pool.run(some_ranks_cannot_write, ranks, str(tmp_path)):
+        assert f"saving step 7 failed: {who}: tensor 'w' is torch.complex64" in message
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
