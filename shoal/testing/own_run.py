@@ -25,6 +25,7 @@ from shoal.pipeline.partition import PipeDreamPartition
 from shoal.planning.auto.own_loss import with_plan
 from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
 from shoal.planning.own_search import partition_own_model, plan_own_model
+from shoal.spec.catalog.clusters import cluster as find_cluster
 from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, build_config, load_config
 from shoal.spec.layout import Layout
 from shoal.testing.own_dry_run import OwnDryRun, dry_run_own_model
@@ -145,7 +146,8 @@ class Run:
             raise UsageError("Run: layout 'auto' needs cluster and global_batch.\n  Give both, such as "
                              "cluster='8xH100'.")
         batch = {"global_batch": global_batch or chosen.dp * chosen.micro_batch, "validation_sequences": 1}
-        given = {"train": batch | sections.pop("train", {}), "model": {"name": name}}
+        train = sections.pop("train", {})
+        given = {"train": batch | train if isinstance(train, Mapping) else train, "model": {"name": name}}
         if isinstance(optimizer, dict):
             given["optimizer"] = optimizer
         if "parallel" in sections:
@@ -153,6 +155,7 @@ class Run:
         rule = {"optimizer": optimizer} if isinstance(optimizer, OptimizerConfig) else {}
         self.config = build_config(given | sections, source="Run").replace(parallel=chosen, **rule)
         self.cluster = cluster or "8xH100"
+        find_cluster(self.cluster)  # refuses an unknown name
         if layout == "auto":
             with self._written() as config:
                 found = plan_own_model(config, self.cluster)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from shoal.base.calls import check_arguments
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section
 from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerators
@@ -179,6 +180,7 @@ def nodes() -> Mapping[str, Node]:
     return entries("nodes", Node)
 
 
+@check_arguments
 def cluster(name: str) -> Cluster:
     """Return a cluster by its name.
 

@@ -184,6 +184,8 @@ def test_another_model_does_not_resume_a_run(undisturbed):
     ({"layout": "Auto"}, "Run: layout = 'Auto'"),
     ({"optimizer": torch.optim.SGD}, r"Run: optimizer = <class 'torch.optim.sgd.SGD'>.\n  .* or make_optimizer="),
     ({"optimizer": "sgd"}, "Run: optimizer = 'sgd'"),
+    ({"cluster": 8}, "cluster: name = 8 is of type int"),
+    ({"train": 3}, "Run: train = 3: input should be a table"),
     ({"parallel": {"dp": 2}}, r"section \[parallel\] is given.\n  Give layout="),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(arguments, says):
