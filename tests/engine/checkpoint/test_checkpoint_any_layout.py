@@ -155,6 +155,24 @@ def some_ranks_cannot_write(folder: str) -> str:
     return "nothing"
 
 
+def save_without_rank_1(folder: str) -> None:
+    rank = dist.get_rank()
+    checkpointer = Checkpointer(Path(folder), group=dist.new_group(backend="gloo"), keep=2, asynchronous=True)
+    remaining = dist.new_group([0, 2], backend="gloo")
+    state = {"w": [Piece((4,), Box((rank,), (2,)), torch.ones(2) * rank)] if rank != 1 else []}
+    checkpointer.save(1, state, {}, block=True)
+    if rank != 1:
+        checkpointer.regroup(remaining)
+        checkpointer.save(2, state, {}, block=True)
+    checkpointer.close()
+
+
+def test_the_ranks_that_remain_save_without_the_lost_one(pool, tmp_path):
+    pool.run(save_without_rank_1, 3, str(tmp_path))
+    for step in (1, 2):
+        assert load_checkpoint(tmp_path / f"step-0000000{step}")["w"].tolist() == [0, 0, 2, 2]
+
+
 def test_ranks_save_and_another_number_of_ranks_loads(pool, tmp_path):
     pool.run(save_on_ranks, 3, str(tmp_path), 5)
     assert sorted(p.name for p in tmp_path.glob("[!.]*")) == ["step-00000002", "step-00000003"]

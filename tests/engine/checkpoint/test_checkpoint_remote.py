@@ -1,6 +1,8 @@
 """Checkpoints in an object store: whole or not there, though nothing is renamed."""
 
 import math
+import threading
+import time
 import uuid
 from random import Random
 
@@ -13,7 +15,16 @@ from hypothesis import strategies as st
 from shoal.base.addresses import to_path
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
-from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, newest_good, verify
+from shoal.engine.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    list_checkpoints,
+    load,
+    newest,
+    newest_good,
+    storage,
+    verify,
+)
 from shoal.engine.checkpoint.storage import list_names
 from tests.engine.checkpoint.bucket import Bucket, address
 from tests.engine.checkpoint.cuts import blank, cut, random_values, same, whole, write_checkpoint
@@ -135,6 +146,24 @@ def test_a_store_that_does_not_answer_costs_no_checkpoint(tmp_path, monkeypatch)
         saves.save(1, weights(2), {}, block=True)
     monkeypatch.undo()
     assert newest(folder).step == loaded(newest(folder).path) == 1
+
+
+def test_a_write_into_a_store_is_waited_for_after_a_loss(tmp_path, monkeypatch):
+    """It could change the files of a later save of this step."""
+    write, begun, ended = storage.write, threading.Event(), threading.Event()
+
+    def slow(*args):
+        begun.set()
+        time.sleep(0.2)
+        write(*args)
+        ended.set()
+
+    monkeypatch.setattr(storage, "write", slow)
+    saves = checkpointer(to_path(address(tmp_path / "run")))
+    saves.save(1, weights(1), {})
+    begun.wait()
+    saves.abandon(seconds=0.0)
+    assert ended.is_set()
 
 
 def test_quarantined_steps_are_kept_under_another_name(folder):
