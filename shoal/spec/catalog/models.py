@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from shoal.base.errors import UsageError
 from shoal.base.section import Section
 from shoal.spec.catalog.experts import Depths, Experts
 from shoal.spec.catalog.tables import complete, entry, find, table, wrong
@@ -398,7 +400,11 @@ def model_shape(name: str) -> ModelShape:
     >>> shape.layers, shape.hidden, f"{shape.parameters():,}"
     (32, 4096, '8,030,261,248')
     """
-    find(name, table("models"), "model.name =")
+    if name not in (known := table("models")) and Path(name, "config.json").is_file():
+        raise UsageError(f"model.name = '{name}' is the folder of a model, and not in the catalog.\n"
+                         f"  Take its shape from a config: shoal import hf {name} --out run.toml, then shoal estimate "
+                         "run.toml.")
+    find(name, known, "model.name =")
     shape = {key: value for key, value in complete("models", name).items() if key not in _ABOUT}
     heads, hidden = shape.get("heads"), shape.get("hidden")
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:

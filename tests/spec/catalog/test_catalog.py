@@ -118,6 +118,12 @@ def _matrices(shape):
     return [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)]
 
 
+def test_the_folder_of_a_model_is_no_name_and_leads_to_its_import(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=rf"is the folder of a model(.|\n)*shoal import hf {tmp_path} --out run.toml"):
+        model_shape(str(tmp_path))
+
+
 def test_unknown_model_names_the_nearest():
     with pytest.raises(UsageError, match="'llama-3-8B' is not in the catalog; did you mean 'llama-3-8b'"):
         model_shape("llama-3-8B")
