@@ -80,3 +80,14 @@ def test_the_page_lists_every_name_and_its_examples_run() -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", shoal.__version__)
+
+
+def test_results_and_configs_are_shown_in_short() -> None:
+    assert str(shoal.Layout(dp=2, tp=4)) == "dp=2 tp=4" and repr(shoal.Layout()) == "Layout()"
+    estimate = shoal.estimate(shoal.Layout(dp=8, zero=3), model="llama-3-8b", cluster="8xH100")
+    assert re.fullmatch(
+        r"<Estimate: dp 8 \(ZeRO-3\) on 8xH100: [\d.]+ s a step, [\d.]+ % MFU, [\d.]+ GB of [\d.]+ GB>", repr(estimate)
+    )
+    plan = shoal.LayoutPlanner("llama-3.2-1b", "8xH100", fixed="pp=1,tp=1").plan()
+    assert repr(plan).splitlines()[0] == "<Plan on 8xH100:" and plan.found.layout.describe() in repr(plan)
+    assert repr(shoal.LayoutPlanner("llama-3.1-405b", "h100-sxm").plan()) == "<Plan on h100-sxm: nothing fits>"

@@ -34,6 +34,13 @@ class Section(BaseModel):
 
     documented_in: ClassVar[type[BaseModel] | None] = None  # another section with the docstrings of some fields
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield what `repr` and `print` show: the fields that differ from their defaults."""
+        for name, value in super().__repr_args__():
+            field = type(self).model_fields.get(name or "")
+            if field is None or value != field.get_default(call_default_factory=True):
+                yield name, value
+
 
 def validate(section: type[T], values: dict[str, Any], *, source: str, prefix: str = "") -> T:
     """Build a section from plain values, with strict types: 1 is not a boolean, and "1" is not a number.

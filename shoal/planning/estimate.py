@@ -12,6 +12,7 @@ from math import exp, log2
 
 import numpy as np
 
+from shoal.base.units import show_bytes, show_seconds
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
 from shoal.pipeline.simulator.columns import Columns, build_columns, live_before_backwards
@@ -52,6 +53,11 @@ class StepEstimate(ABC):
 
     run: EstimatedRun
     capacity: float
+
+    def __repr__(self) -> str:
+        run, held = self.run, f"{show_bytes(self.fullest.reserved)} of {show_bytes(self.capacity)}"
+        return (f"<{type(self).__name__}: {run.layout.describe()} on {run.cluster.name}: "
+                f"{show_seconds(self.step_seconds)} a step, {100 * self.mfu:.1f} % MFU, {held}>")
 
     @property
     @abstractmethod

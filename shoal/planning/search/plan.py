@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shoal.base.units import show_bytes, show_seconds
 from shoal.pipeline.simulator.player import Player
 from shoal.planning.cost.memory.stage import PeakMemory
 from shoal.planning.run import EstimatedRun
@@ -31,7 +32,7 @@ class PricedLayout(NamedTuple):
     role: str = ""
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """Result of a search.
 
@@ -57,6 +58,13 @@ class Plan:
     branches: int = 0
     pruned: int = 0
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        found = [
+            f"\n  {show_seconds(each.seconds)} a step, {show_bytes(each.memory.reserved)}: {each.layout.describe()}"
+            for each in self.listed if self.best
+        ]
+        return f"<Plan on {self.run.cluster.name}:{''.join(found) or ' nothing fits'}>"
 
     @property
     def listed(self) -> list[PricedLayout]:
