@@ -151,18 +151,18 @@ class StateManager:
     # ---- restore -------------------------------------------------------------------------------------------------
 
     def resume(self, *, restarted: bool) -> Restored | None:
-        """Load the newest good state; return None if none was saved, or if a restart finds none that is good.
+        """Load the newest good state; return None if none was saved, or if a restart finds none on disk or in memory.
 
         Raises:
-            UsageError: all checkpoints are damaged, all steps are done, or the data has changed.
+            UsageError: no checkpoint can be read, all steps are done, or the data has changed.
         """
         found, refused = self.restore()
         if found is None and not restarted and not refused:
             self.report("the run ended before its first checkpoint: it starts with its first step again")
-        if found is None and not restarted and refused:
-            raise CheckpointError(
-                "\n  ".join([f"--resume {self.folder}: it holds no good checkpoint.", *refused, "Start a new run."])
-            )
+        saved = any(line.startswith("checkpoint") for line in refused)  # the disk may be back soon
+        if found is None and refused and (saved or not restarted):
+            lines = [f"--resume {self.folder}: it holds no good checkpoint.", *refused]
+            raise CheckpointError("\n  ".join([*lines, "Put them back, or start a new run."]))
         if found is not None:
             if not restarted:  # a restart may follow a failure after the last step
                 check_steps_left(self.folder, found.step, self.config.train.steps)

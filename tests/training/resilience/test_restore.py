@@ -4,14 +4,17 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import Checkpointer
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
 from shoal.training.resilience.restore import restore
+from shoal.training.state_manager import StateManager
 from tests.engine.checkpoint.cuts import whole
 
 MODEL = {"layers": 2, "hidden": 8}
@@ -122,3 +125,22 @@ def test_what_is_damaged_after_it_was_listed_is_refused_too(disk, tmp_path, monk
     monkeypatch.setattr(memory_slot, "read_all", damage_after)
     found, notes = go_on(disk, tmp_path / "home")
     assert found.step == 3 and len(notes) == 1 and notes[0].endswith("is damaged.")
+
+
+@pytest.mark.parametrize("how", ["damaged", "away"])
+def test_a_restart_does_not_start_over_while_checkpoints_are_there_but_cannot_be_read(how, disk, tmp_path):
+    """It would repeat the whole run, though the disk may be back in a minute."""
+    for path in disk.glob("step-*/manifest.json"):
+        path.unlink() if how == "away" else path.write_text("{}")
+    if how == "away":
+        (disk := tmp_path / "mounted").symlink_to("mounted")
+    run = SimpleNamespace(restore=lambda: go_on(disk), folder=tmp_path / "run")
+    with pytest.raises(UsageError, match=r"cannot be listed" if how == "away" else r"(?s)refused.*refused.*refused"):
+        StateManager.resume(run, restarted=True)
+
+
+def test_a_restart_starts_over_if_only_memory_had_a_state(tmp_path):
+    begun = []
+    run = SimpleNamespace(restore=lambda: (None, ["in memory refused: step 3: no node has the part of rank 1 of 2."]),
+                          folder=tmp_path, _begin=begun.append)  # fmt: skip
+    assert StateManager.resume(run, restarted=True) is None and begun == [None]
