@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import USUAL, truncate
@@ -91,6 +91,8 @@ def convert(kind: Any, value: Any) -> Any:
     if origin in (Union, types.UnionType):
         found = [each for each in (convert(arm, value) for arm in inner) if each is not WRONG]
         return next((each for each in found if each is value), found[0] if found else WRONG)
+    if origin is Annotated:
+        return _check_bounds(convert(inner[0], value), inner[1:])
     if origin is Literal:
         return value if isinstance(value, tuple(map(type, inner))) else WRONG
     if origin is collections.abc.Callable:
@@ -100,6 +102,15 @@ def convert(kind: Any, value: Any) -> Any:
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return _convert_items(origin, inner, value)
     return _convert_one(kind, value)
+
+
+def _check_bounds(value: Any, bounds: Sequence[Any]) -> Any:
+    """Return a number unless it is `WRONG` or outside the bounds of a type such as pydantic's ``PositiveInt``."""
+    for bound in bounds if value is not WRONG else ():
+        below, least = getattr(bound, "gt", None), getattr(bound, "ge", None)
+        if (below is not None and not value > below) or (least is not None and not value >= least):
+            return WRONG
+    return value
 
 
 def _convert_table(inner: tuple[Any, ...], value: Any) -> Any:

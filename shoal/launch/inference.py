@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
 from shoal.base.errors import UsageError
 from shoal.engine.data.batches import open_complete
 from shoal.engine.data.chat import ChatTemplate
@@ -30,14 +32,14 @@ def sample(
     folder: str | Path,
     prompts: str | Sequence[str],
     *,
-    max_tokens: int = 200,
-    temperature: float = 0.8,
+    max_tokens: PositiveInt = 200,
+    temperature: NonNegativeFloat = 0.8,
     top_p: float = 1.0,
-    top_k: int = 0,
+    top_k: NonNegativeInt = 0,
     stop: Sequence[str] = (),
     seed: int = 0,
-    tp: int = 1,
-    pp: int = 1,
+    tp: PositiveInt = 1,
+    pp: PositiveInt = 1,
     precision: str = "fp32",
     device: str = "cpu",
     show: Show | None = None,
@@ -83,10 +85,10 @@ def open_chat(
     folder: str | Path,
     *,
     system: str = "",
-    max_tokens: int = 500,
-    temperature: float = 0.8,
+    max_tokens: PositiveInt = 500,
+    temperature: NonNegativeFloat = 0.8,
     top_p: float = 1.0,
-    top_k: int = 0,
+    top_k: NonNegativeInt = 0,
     stop: Sequence[str] = (),
     seed: int = 0,
     precision: str = "fp32",
@@ -123,8 +125,8 @@ def evaluate(
     data: str | Path | Sequence[str | Path] = (),
     *,
     layout: Layout | None = None,
-    sequences: int | None = None,
-    sequence_length: int | None = None,
+    sequences: PositiveInt | None = None,
+    sequence_length: PositiveInt | None = None,
     precision: str | None = None,
     device: str = "cpu",
 ) -> Evaluation:
@@ -162,9 +164,9 @@ def evaluate_tasks(
     folder: str | Path,
     tasks: str | Sequence[str],
     *,
-    tp: int = 1,
-    pp: int = 1,
-    limit: int | None = None,
+    tp: PositiveInt = 1,
+    pp: PositiveInt = 1,
+    limit: PositiveInt | None = None,
     shots: int | None = None,
     precision: str | None = None,
     device: str = "cpu",

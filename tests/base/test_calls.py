@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 
 import shoal
 from shoal.base.calls import WRONG, check_arguments, convert
@@ -24,7 +25,9 @@ from shoal.spec.config import build_config
     (Sequence[int], np.array([2, 4]), [2, 4]), (Sequence[int], (2, "4"), WRONG), (tuple[str, ...], ["a"], ("a",)),
     (Sequence[tuple[int, float]], [(2, 1.0)], [(2, 1.0)]), (Sequence[tuple[int, float]], [(2,)], WRONG),
     (Mapping[int, float], {np.int64(1): 2}, {1: 2}), (Mapping[int, float], {"a": 2}, WRONG),
-    (Mapping[int, float], 3, WRONG), (Callable[[int], int], len, len), (Callable[[int], int], 3, WRONG),
+    (PositiveInt, 1, 1), (PositiveInt, 0, WRONG), (NonNegativeInt, 0, 0), (NonNegativeInt | None, -1, WRONG),
+    (PositiveInt, "3", WRONG), (Mapping[int, float], 3, WRONG),
+    (Callable[[int], int], len, len), (Callable[[int], int], 3, WRONG),
 ])  # fmt: skip
 def test_values_are_converted_or_refused(kind, given, expected):
     found = convert(kind, given)
@@ -54,6 +57,7 @@ def test_all_kinds_of_parameters_are_checked():
     (lambda: shoal.estimate({"dp": 2}), r"estimate: layout = {'dp': 2} is of type dict.\n  Give Layout: such as shoal"),
     (lambda: shoal.LayoutPlanner(cluster=8), "LayoutPlanner: cluster = 8 is of type int.\n  Give str."),
     (lambda: shoal.plan(batch_size=8), "plan: there is no argument 'batch_size'; did you mean 'global_batch'?"),
+    (lambda: shoal.evaluate("none", sequences=0), "evaluate: sequences = 0 is of type int.\n  Give PositiveInt"),
     (lambda: shoal.load_config(None), "load_config: path = None.\n  Give str or Path."),
 ])  # fmt: skip
 def test_messages_name_what_was_given_and_what_is_allowed(call, message):

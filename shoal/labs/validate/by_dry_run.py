@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from pydantic import PositiveInt
 
 from shoal.base.units import show_bytes
 from shoal.engine.collectives.mesh import DryMesh, Mesh
@@ -59,7 +60,8 @@ class DryRun:
 def dry_run(
     layout: Layout, *, model: str | None = None, cluster: str = "8xH100", config: RunConfig | None = None,
     sequence_length: int | None = None, global_batch: int | str | None = None, precision: str | None = None,
-    optimizer: str | None = None, fill: bool | None = None, rank: int = 0, steps: int = 4, measure: bool = False,
+    optimizer: str | None = None, fill: bool | None = None, rank: int = 0, steps: PositiveInt = 4,
+    measure: bool = False,
 ) -> DryRun:  # fmt: skip
     """Execute the real model and pipeline of one rank on fake tensors, and count what it does.
 

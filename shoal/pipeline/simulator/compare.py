@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import PositiveInt
+
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import read_text
 from shoal.pipeline.from_layout import VIRTUAL
@@ -53,9 +55,9 @@ class PlayedSchedule:
 
 
 def compare_schedules(
-    schedules: str | Sequence[str] = "1f1b", *, file: str | Path | Program | None = None, pp: int = 4,
-    microbatches: int = 8,
-    virtual_stages: int | None = None, slices: int | None = None, dp: int = 1, tp: int = 1, forward: float = 1.0,
+    schedules: str | Sequence[str] = "1f1b", *, file: str | Path | Program | None = None, pp: PositiveInt = 4,
+    microbatches: PositiveInt = 8, virtual_stages: int | None = None, slices: int | None = None, dp: PositiveInt = 1,
+    tp: PositiveInt = 1, forward: float = 1.0,
     backward_input: float = 1.0, backward_weight: float = 1.0, pair: float | None = None, comm: float = 0.0,
     latency: float = 0.0, blocking: bool = False, reduce: float = 0.0, step: float = 0.0, memory: float | None = None,
     kept_for_weight: float = 1.0, stragglers: Mapping[int, float] | None = None,

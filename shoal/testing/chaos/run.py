@@ -17,6 +17,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import mean
 
+from pydantic import PositiveInt
 from rich.console import Console
 
 from shoal.base.errors import UsageError, did_you_mean
@@ -87,7 +88,7 @@ class ChaosResult:
 def chaos(
     config: RunConfig,
     *,
-    trials: int = 50,
+    trials: PositiveInt = 50,
     faults: str = "all",
     seed: int = 0,
     folder: str | Path | None = None,

@@ -12,6 +12,7 @@ from random import Random
 
 import psutil
 import torch
+from pydantic import PositiveInt
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -59,9 +60,9 @@ class Verification:
 def verify(
     config: RunConfig,
     *,
-    random: int | None = None,
+    random: PositiveInt | None = None,
     rule: str | None = None,
-    steps: int = 3,
+    steps: PositiveInt = 3,
     own_precision: bool = False,
     inject: str | None = None,
     device: str = "cpu",
