@@ -70,7 +70,9 @@ def test_no_banned_words(pattern: str) -> None:
 
 
 def test_no_banned_words_in_names() -> None:
-    names = {(file.relative_to(ROOT), name) for file, source in sources() for name in find_names(ast.parse(source))}
+    in_a_name = re.compile(rf"(?<![^\W_])({'|'.join(BANNED_IN_NAMES)})(?![^\W_])")  # to parse all files takes seconds
+    files = [(file, source) for file, source in sources() if in_a_name.search(source)]
+    names = {(file.relative_to(ROOT), name) for file, source in files for name in find_names(ast.parse(source))}
     found = sorted(f"{place}: {name}" for place, name in names if BANNED_IN_NAMES & set(name.strip("_").split("_")))
     assert not found, "\n".join(found)
 

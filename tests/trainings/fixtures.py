@@ -8,7 +8,7 @@ import pytest
 from shoal.spec.config import save_config
 from tests.trainings.runs import FOUR_RANKS, ROOT, shoal, small_config
 
-BASE_STEPS = 24
+BASE_STEPS = 16
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,6 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("vit", {"dp": 2}, {"optimizer": {"name": "sgd", "clip_norm": 0.1}}),
     ("unet", {"dp": 4, "zero": 2, "zero_shard": 2, "offload": "optimizer"}, {"optimizer": {"name": "adafactor"}}),
     ("lstm", {"dp": 4, "zero": 3, "zero_shard": 2}, {}),
-    ("wide_llama", {"dp": 2, "tp": 2, "zero": 3}, {}),
     ("wide_qwen3_moe", {"tp": 2, "zero": 1}, {}),
     ("llama", {"tp": 2, "zero": 2}, {}),  # with one head of keys and values
     ("grouped", {"tp": 4}, {"optimizer": {"name": "muon"}}),
@@ -54,7 +53,6 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("tower", {"pp": 2, "dp": 2, "zero": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, {}),
     ("factors", {"dp": 2}, {}),
     ("gpt2", {"dp": 2, "zero": 3, "recompute": "full"}, {}),
-    ("wide_llama", {"pp": 2, "tp": 2, "recompute": "full"}, {}),
     ("tower", {"pp": 2, "recompute": "full", "schedule": "zb-v"}, {}),  # with batch norms and dropout
     ("gpt2", {"pp": 2, "schedule": "zb-h1"}, {}),
     ("late_tower", {"pp": 4, "schedule": "pipedream"}, {"optimizer": {"clip_norm": 0}}),
