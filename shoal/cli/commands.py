@@ -92,7 +92,7 @@ COMMANDS = {
     "plan": Command(
         "shoal.cli.plan",
         "Find the fastest layout for a cluster (auto: for any module): "
-        "shoal plan --model llama-3-70b --cluster 64x8xH100",
+        "shoal plan [RUN.toml] --model llama-3-70b --cluster 64x8xH100",
     ),
     "plan auto": Command(
         "shoal.cli.plan_auto",

@@ -11,9 +11,9 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 import shoal
 from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
-from shoal.base.section import Section
 from shoal.cli.arguments import is_given, parse_run, split_run_file
 from shoal.cli.commands import COMMANDS
+from shoal.planning.describe import RunOptions
 from shoal.report.planning.estimate_lines import change_rows, estimate_facts, estimate_lines
 from shoal.report.planning.other_software import software_lines
 from shoal.report.planning.values import list_estimate_values, list_own_values
@@ -21,39 +21,12 @@ from shoal.report.planning.values import list_estimate_values, list_own_values
 DEFAULT_MODEL = "llama-3-8b"
 
 
-class EstimateOptions(Section):
-    model: str | None = None
-    """A model in the catalog (default: the TOML file's, else llama-3-8b)."""
-
-    cluster: str = "8xH100"
-    """8xH100, 64x8xH100-IB400, v5p-4096 (a slice, as its manufacturer names it), 2xv5p-4096, or an accelerator."""
-
-    sequence_length: PositiveInt | None = None
-    """Tokens per sequence (default: the file's, else the longest that the model was trained for)."""
-
-    global_batch: str | None = None
-    """Sequences per step (1024), or tokens with K or M (4M is 4 x 1024 x 1024; default: the file's, else about 4M)."""
-
-    precision: str | None = None
-    """Number formats, with the names of `shoal train`: bf16, fp16, fp8, fp32, ... (default: the file's, else bf16)."""
-
-    optimizer: str | None = None
-    """The update rule (default: the file's, else adamw)."""
-
-    software: str = "shoal"
-    """The software that trains: shoal, megatron-core, torchtitan, nanotron, ... (shoal/spec/catalog/software.toml)."""
-
-    tokens: PositiveFloat | None = None
-    """Tokens of the complete training, such as 15e12 (default: of the file's train.steps, else 20 per parameter)."""
-
+class EstimateOptions(RunOptions):
     days: PositiveFloat | None = None
     """Duration of the complete training, instead of its tokens."""
 
     budget: PositiveFloat | None = None
     """Cost of the complete training in dollars, instead of its tokens."""
-
-    price: PositiveFloat | None = None
-    """Price in dollars per accelerator and hour (default: the catalog's list price)."""
 
     catalog: Path | None = None
     """A TOML file with accelerators, links, nodes and models of your own."""

@@ -7,6 +7,7 @@ import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import get_type_hints
 
 from shoal.base.errors import UsageError, did_you_mean, from_os_error, redact
@@ -78,6 +79,8 @@ def _run(args: list[str]) -> int:
     if "config" not in takes:
         if words and "model" in takes["options"].model_fields:
             refuse_model_name(words[0], "--model")
+            if words[0].endswith(".toml") and "file" in takes:
+                return function(parse(f"shoal {name}", takes["options"], words[1:]), Path(words[0]))
             if words[0].endswith(".toml"):
                 own = " One of your own is a table of --catalog." if "catalog" in takes["options"].model_fields else ""
                 raise UsageError(f"{words[0]}: shoal {name} reads no config of a run."

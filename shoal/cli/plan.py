@@ -4,41 +4,24 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
+from typing import Any
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 
 import shoal
 from shoal.base.errors import UsageError
-from shoal.base.files import check_writable, write_atomically
+from shoal.base.files import check_writable, read_toml, write_atomically
 from shoal.base.options import reject_unused
-from shoal.base.section import Section
 from shoal.base.units import parse_counts
+from shoal.planning.describe import RunOptions
 from shoal.report.planning import questions, tables
 from shoal.report.planning.values import list_plan_values
 from shoal.spec.layout import Layout
 
 
-class PlanOptions(Section):
-    model: str = "llama-3-8b"
-    """A model in the catalog; with --map a comma-separated list."""
-
-    cluster: str = "8xH100"
-    """8xH100, 64x8xH100-IB400, v5p-4096, as in `shoal estimate`."""
-
-    global_batch: str | None = None
-    """Sequences per step (1024), or tokens with K or M (4M is 4 x 1024 x 1024; default: about 4M)."""
-
-    sequence_length: PositiveInt | None = None
-    """Tokens per sequence (default: the longest that the model was trained for)."""
-
-    precision: str = "bf16"
-    """Number formats, with the names of `shoal train`: bf16, fp32, ..."""
-
-    optimizer: str = "adamw"
-    """The update rule."""
-
-    software: str = "shoal"
-    """The software that trains, as in `shoal estimate`; its own config of the best layout is printed where known."""
+class PlanOptions(RunOptions):
+    model: str | None = None
+    """A model in the catalog (default: the file's, else llama-3-8b); with --map a comma-separated list."""
 
     fix: str = ""
     """Comma-separated layout fields with fixed values: tp=8,recompute=full, stage_layers=7/8/8/9."""
@@ -54,12 +37,6 @@ class PlanOptions(Section):
 
     days: PositiveFloat | None = None
     """Days of the complete training: how many tokens; with --tokens find the fewest nodes, with --budget both."""
-
-    tokens: PositiveFloat | None = None
-    """Tokens of the complete training, such as 15e12 (default: 20 per parameter)."""
-
-    price: PositiveFloat | None = None
-    """Price in dollars per device and hour (default: the catalog's list price)."""
 
     what_if: bool = False
     """Show the effect of other hardware (twice the network, half the memory, ...), instead."""
@@ -80,8 +57,12 @@ class PlanOptions(Section):
     """Write a page (.html), or with --map a figure (.svg)."""
 
 
-def run(options: PlanOptions) -> int:
-    """Search, print, and write the requested files; return the exit code, 1 if nothing fits."""
+def run(options: PlanOptions, file: Path | None = None) -> int:
+    """Search, print, and write the requested files; return the exit code, 1 if nothing fits.
+
+    Args:
+        file: a run's TOML file, whose layout is replaced.
+    """
     check_writable(options.out, "--out", ".svg" if options.map else ".html")
     check_writable(options.toml, "--toml", new=True)
     asked = [name for name in ("fewest", "budget", "what_if", "map") if getattr(options, name)]
@@ -103,12 +84,17 @@ def run(options: PlanOptions) -> int:
         reject_unused(options, ("toml",), "`shoal train` runs what shoal is planned for")
     if options.catalog:
         shoal.add_catalog(options.catalog)
+    config = shoal.load_config(file) if file else None
     limits = options.model_dump(include={"tokens", "days", "budget", "price"})
     given = options.model_dump(include={"global_batch", "sequence_length", "precision", "optimizer", "software"})
-    models = options.model.split(",") if options.map else [options.model]
-    planners = [shoal.LayoutPlanner(model, options.cluster, **given, fixed=options.fix) for model in models]
+    models = options.model.split(",") if options.model and options.map else [options.model]
+    planners = [
+        shoal.LayoutPlanner(model, options.cluster, config=config, **given, fixed=options.fix) for model in models
+    ]
+    if config and "steps" in config.train.model_fields_set and not options.days:
+        limits["tokens"] = options.tokens or config.train.steps * planners[0].run.tokens
     if not asked:
-        return _search(options, planners[0], limits)
+        return _search(options, planners[0], limits, read_toml(file) if file else None)
     if options.map:
         lines, answered = questions.map_models(planners, parse_counts(options.map, where="--map"), options.out), True
     else:
@@ -117,9 +103,14 @@ def run(options: PlanOptions) -> int:
     return 0 if answered else 1
 
 
-def _search(options: PlanOptions, planner: shoal.LayoutPlanner, limits: dict[str, float | None]) -> int:
+def _search(
+    options: PlanOptions, planner: shoal.LayoutPlanner, limits: dict[str, float | None], file: dict[str, Any] | None
+) -> int:
+    model = planner.model
+    if file is not None and options.model:
+        file["model"] = {"name": model, "vocab": planner.run.shape.vocab}
     if options.toml:
-        tables.run_toml(options.model, planner.run, Layout())  # rejects an unsupported model before the search
+        tables.run_toml(model, planner.run, Layout(), file=file)  # rejects an unsupported model before the search
     if options.days and options.budget:
         planner.limit(options.days, options.budget, options.price)
         limits["budget"] = None
@@ -127,19 +118,19 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner, limits: dict[str
         plan = planner.plan(progress)
     estimates = [tables.build_estimate(plan, found) for found in plan.listed] if plan.best else []
     training = shoal.train_fully(plan.run, plan.found.seconds, **limits) if plan.best else None
-    listed = tables.lines(options.model, plan, estimates, training)
+    listed = tables.lines(model, plan, estimates, training, file)
     if options.toml and training:
-        run = tables.run_toml(options.model, planner.run, plan.best[0].layout, training.tokens)
+        run = tables.run_toml(model, planner.run, plan.best[0].layout, training.tokens, file)
         write_atomically(options.toml, run)
         listed.append(f"written: {options.toml}")
     if options.out and training:
         from shoal.report.planning.search_page import write_page  # slow import
 
-        write_page(options.out, options.model, plan, estimates, tables.reasons(plan, estimates), training)
+        write_page(options.out, model, plan, estimates, tables.reasons(plan, estimates), training, file)
         listed.append(f"written: {options.out}")
     if options.explain and plan.best:
         listed += tables.explain_lines(plan, estimates)
     if options.json_:
-        listed = [dumps(list_plan_values(options.model, plan, estimates, training))]
+        listed = [dumps(list_plan_values(model, plan, estimates, training))]
     print("\n".join(listed))  # after the files: `| head` may end this process
     return 0 if plan.best else 1

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pydantic import PositiveFloat, PositiveInt
+
 from shoal.base.errors import UsageError
+from shoal.base.section import Section
 from shoal.planning.estimable import check_device, check_estimable, check_layout_on_cluster, check_names
 from shoal.planning.estimate import StepEstimate
 from shoal.planning.run import EstimatedRun
@@ -20,6 +23,38 @@ from shoal.spec.layout import Layout
 
 DEFAULT_MODEL = "llama-3-8b"
 TOKENS_PER_STEP = 4 * 2**20
+
+
+class RunOptions(Section):
+    """Options that describe a run to estimate or to plan: arguments of `describe_run`, and those of its training."""
+
+    model: str | None = None
+    """A model in the catalog (default: the TOML file's, else llama-3-8b)."""
+
+    cluster: str = "8xH100"
+    """8xH100, 64x8xH100-IB400, v5p-4096 (a slice, as its manufacturer names it), 2xv5p-4096, or an accelerator."""
+
+    sequence_length: PositiveInt | None = None
+    """Tokens per sequence (default: the file's, else the longest that the model was trained for)."""
+
+    global_batch: str | None = None
+    """Sequences per step (1024), or tokens with K or M (4M is 4 x 1024 x 1024; default: the file's, else about 4M)."""
+
+    precision: str | None = None
+    """Number formats, with the names of `shoal train`: bf16, fp16, fp8, fp32, ... (default: the file's, else bf16)."""
+
+    optimizer: str | None = None
+    """The update rule (default: the file's, else adamw)."""
+
+    software: str = "shoal"
+    """The software that trains: shoal, megatron-core, torchtitan, nanotron, ... (shoal/spec/catalog/software.toml). The
+    layout is printed as its own config where known."""
+
+    tokens: PositiveFloat | None = None
+    """Tokens of the complete training, such as 15e12 (default: of the file's train.steps, else 20 per parameter)."""
+
+    price: PositiveFloat | None = None
+    """Price in dollars per accelerator and hour (default: the catalog's list price)."""
 
 
 def estimate(
@@ -74,7 +109,7 @@ def describe_run(
     software: str | Software = "shoal",
 ) -> EstimatedRun:  # fmt: skip
     """Build a trainable run from names; see `estimate` for arguments and errors."""
-    shape = _shape(model, config)
+    shape = find_shape(model, config)
     s = sequence_length or (config.data.sequence_length if config else shape.max_sequence)
     shape = with_positions(shape, s)
     machine = cluster_of(cluster) if isinstance(cluster, str) else cluster
@@ -91,20 +126,26 @@ def describe_run(
     precision = precision or (config.train.precision if config else "bf16")
     optimizer = optimizer or (config.optimizer.name if config else "adamw")
     check_names(precision, optimizer)
-    more: dict[str, Any] = {} if config is None else {
-        "attention": "explicit" if config.train.attention == "explicit" else "sdpa",
-        "document_mask": config.data.document_mask, "hessian_every": config.optimizer.hessian_every,
-        "float8": config.float8,
-    }  # fmt: skip
-    run = EstimatedRun(shape, layout, machine, s, batch, precision, optimizer, software=software, **more)
+    run = EstimatedRun(
+        shape, layout, machine, s, batch, precision, optimizer, software=software, **read_settings(config)
+    )
     check_device(run)
-    if run.quantised and config and config.float8.scales == "block":
-        raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")
     if layout.offload != "none":
         given = f"parallel.offload = {layout.offload}"
         raise UsageError(f"{given}: host memory is not estimated.\n  Leave it out, or measure.")
     check_layout_on_cluster(run)
     return run
+
+
+def read_settings(config: RunConfig | None) -> dict[str, Any]:
+    """Return the fields of an `EstimatedRun` that only a run's config determines."""
+    if config is None:
+        return {}
+    return {
+        "attention": "explicit" if config.train.attention == "explicit" else "sdpa",
+        "document_mask": config.data.document_mask, "hessian_every": config.optimizer.hessian_every,
+        "float8": config.float8,
+    }  # fmt: skip
 
 
 def parse_batch(given: int | str, sequence_length: int) -> int:
@@ -136,7 +177,8 @@ def with_positions(shape: ModelShape, sequence_length: int) -> ModelShape:
     return shape.model_copy(update={"max_sequence": max(shape.max_sequence, sequence_length)})
 
 
-def _shape(model: str | ModelShape | None, config: RunConfig | None) -> ModelShape:
+def find_shape(model: str | ModelShape | None, config: RunConfig | None) -> ModelShape:
+    """Return the named model, else the config's, else the default."""
     if isinstance(model, ModelShape):
         return model
     if model or config is None:

@@ -87,8 +87,10 @@ def check_names(precision: str, optimizer: str) -> None:
 
 
 def check_device(run: EstimatedRun) -> None:
-    """Raise a `UsageError` if the cluster's accelerators cannot multiply in the number format."""
+    """Raise a `UsageError` if the cluster's accelerators lack the number format, or its cost is unknown."""
     machine = run.cluster.accelerator
+    if run.quantised and run.float8.scales == "block":
+        raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")
     if run.products in machine.peak_flops:
         return
     peaks = {name: machine.peak_flops.get(replace(run, precision=name).products, 0.0) for name in FORMATS}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.launch.worker_pool import Pool
@@ -16,6 +17,7 @@ from shoal.report.tables import table_lines
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.config import RunConfig, load_config
+from shoal.spec.layout import Layout
 from tests.engine.parallel.counting import engine_of
 
 FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
@@ -64,6 +66,45 @@ def test_the_toml_trains_as_it_is(
     config = load_config(Path("plan.toml"))
     assert (config.parallel.pp, config.parallel.stage_layers) == (2, (1, 3))
     assert pool.run(trained_layers, 2, config) == [1, 3]
+
+
+def test_the_run_of_a_file_is_planned_with_all_that_it_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file, out, page = tmp_path / "run.toml", tmp_path / "out.toml", tmp_path / "plan.html"
+    file.write_text("""
+        [model]
+        name = "llama-3.2-1b"
+        vocab = 128256
+        layers = 4
+        [parallel]
+        dp = 3
+        bucket_mb = 64.0
+        [data]
+        tokenizer = "not-here.json"
+        sequence_length = 2048
+        [train]
+        steps = 700
+        global_batch = 64
+        precision = "fp32"
+        [optimizer]
+        name = "sgd"
+        learning_rate = 0.5
+    """)
+    words = ["plan", str(file), "--cluster", "2xH100", "--toml", str(out), "--out", str(page)]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "fp32, sgd" in said and "64 sequences of 2,048 tokens" in said
+    assert f"training on {700 * 64 * 2048:.3g} tokens" in said
+    planned, given = load_config(out), load_config(file)
+    assert planned.parallel.world_size == 2 and planned.parallel.bucket_mb == Layout().bucket_mb
+    assert planned.replace(parallel=given.parallel) == given
+    assert out.read_text() in said and "not-here.json" in page.read_text()
+    config = given.replace(train={"attention": "explicit"})
+    plain, unfused = (shoal.plan(None, "2xH100", config=each).found for each in (given, config))
+    assert unfused.seconds > plain.seconds, "scores are written"
+    assert main([*words[:4], "--model", "gpt2-124m", "--sequence-length", "1024", "--tokens", "1e9"]) == 0
+    said = capsys.readouterr().out
+    assert 'name = "gpt2-124m"\nvocab = 50257' in said and f"steps = {round(1e9 / 64 / 1024)}" in said
+    assert "sequence_length = 1024" in said and "layers = 4" not in said
 
 
 def test_the_fewest_devices_hold_it_and_fewer_do_not() -> None:

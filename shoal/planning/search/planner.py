@@ -12,7 +12,14 @@ from shoal.base.errors import UsageError
 from shoal.base.units import DAY, HOUR
 from shoal.planning.cost.flops import layer_flops
 from shoal.planning.cost.memory.stage import StageMemory
-from shoal.planning.describe import TOKENS_PER_STEP, parse_batch, with_positions
+from shoal.planning.describe import (
+    DEFAULT_MODEL,
+    TOKENS_PER_STEP,
+    find_shape,
+    parse_batch,
+    read_settings,
+    with_positions,
+)
 from shoal.planning.estimable import check_closed_form, check_device, check_names, check_trained
 from shoal.planning.full_training import FullTraining, find_price, train_fully
 from shoal.planning.run import EstimatedRun
@@ -22,10 +29,10 @@ from shoal.planning.search.plan import Plan, Progressing
 from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace, check_fixed, layouts
 from shoal.planning.search.usual import find_usual
-from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.catalog.software import Software, find_software
+from shoal.spec.config import RunConfig
 from shoal.spec.layout import MOST_RANKS, Layout
 
 SIMPLE = ("1f1b", "interleaved-1f1b", "zb-h1")  # schedules of `nearby` plans
@@ -75,25 +82,29 @@ class LayoutPlanner:
 
     @check_arguments
     def __init__(
-        self, model: str = "llama-3-8b", cluster: str = "8xH100", *, global_batch: int | str | None = None,
-        sequence_length: int | None = None, precision: str = "bf16", optimizer: str = "adamw",
-        fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
+        self, model: str | None = None, cluster: str = "8xH100", *, config: RunConfig | None = None,
+        global_batch: int | str | None = None, sequence_length: int | None = None, precision: str | None = None,
+        optimizer: str | None = None, fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
     ):  # fmt: skip
-        sequence_length = sequence_length or model_shape(model).max_sequence
-        shape = with_positions(model_shape(model), sequence_length)
+        shape = find_shape(model, config)
+        sequence_length = sequence_length or (config.data.sequence_length if config else shape.max_sequence)
+        shape = with_positions(shape, sequence_length)
+        precision = precision or (config.train.precision if config else "bf16")
+        optimizer = optimizer or (config.optimizer.name if config else "adamw")
         check_names(precision, optimizer)
         machine = cluster_of(cluster)
         if machine.size > MOST_RANKS:
             raise UsageError(f"--cluster {cluster}: {machine.size:,} devices; a layout has at most {MOST_RANKS:,}.")
-        if global_batch is None:
-            sequences = max(1, round(TOKENS_PER_STEP / sequence_length))
-        else:
+        if global_batch is not None:
             sequences = parse_batch(global_batch, sequence_length)
-        self.model = model
+        else:
+            sequences = config.train.global_batch if config else max(1, round(TOKENS_PER_STEP / sequence_length))
+        self.model = model or (config.model.name if config else DEFAULT_MODEL)
         self.fixed = fixed if isinstance(fixed, str) else ",".join(f"{name}={value}" for name, value in fixed.items())
         software = find_software(software) if isinstance(software, str) else software
         self.run = EstimatedRun(
-            shape, Layout(), machine, sequence_length, sequences, precision, optimizer, software=software
+            shape, Layout(), machine, sequence_length, sequences, precision, optimizer, software=software,
+            **read_settings(config),
         )
         check_device(self.run)
         self.space = LayoutSpace(fixed=check_fixed(fixed))
@@ -297,19 +308,21 @@ class LayoutPlanner:
 
 
 def plan(
-    model: str = "llama-3-8b", cluster: str = "8xH100", *, global_batch: int | str | None = None,
-    sequence_length: int | None = None, precision: str = "bf16", optimizer: str = "adamw",
-    fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
+    model: str | None = None, cluster: str = "8xH100", *, config: RunConfig | None = None,
+    global_batch: int | str | None = None, sequence_length: int | None = None, precision: str | None = None,
+    optimizer: str | None = None, fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
 ) -> Plan:  # fmt: skip
     """Find the fastest layouts of a model on a cluster that fit its memory.
 
     Args:
-        model: catalog name.
+        model: catalog name (default: the config's model, else llama-3-8b).
         cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096.
-        global_batch: sequences per step, or tokens as "512K" or "4M" (4 x 1024 x 1024; default: about 4M).
-        sequence_length: tokens per sequence (default: the longest that the model was trained for).
-        precision: precision, see ``train.precision``.
-        optimizer: optimizer name.
+        config: a run's config, the source of arguments that are not given; its layout is ignored.
+        global_batch: sequences per step, or tokens as "512K" or "4M" (4 x 1024 x 1024; default: the config's, else
+            about 4M).
+        sequence_length: tokens per sequence (default: the config's, else the longest that the model was trained for).
+        precision: precision, see ``train.precision`` (default: the config's, else bf16).
+        optimizer: optimizer name (default: the config's, else adamw).
         fixed: fixed fields of the layout, as a mapping or as text: "tp=8,recompute=full".
         software: the software that trains, see `shoal.estimate`.
 
@@ -326,7 +339,7 @@ def plan(
     2
     """
     planner = LayoutPlanner(
-        model, cluster, global_batch=global_batch, sequence_length=sequence_length, precision=precision,
-        optimizer=optimizer, fixed=fixed, software=software,
+        model, cluster, config=config, global_batch=global_batch, sequence_length=sequence_length,
+        precision=precision, optimizer=optimizer, fixed=fixed, software=software,
     )  # fmt: skip
     return planner.plan()

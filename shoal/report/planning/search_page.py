@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from shoal.base.files import write_atomically
 from shoal.base.units import show_bytes, show_seconds
@@ -25,7 +26,7 @@ from shoal.spec.layout import Layout
 
 def write_page(
     path: Path, model: str, plan: Plan, estimates: Sequence[StepEstimate], reasons: Sequence[str],
-    training: FullTraining,
+    training: FullTraining, file: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write the page as one file."""
     run, fullest = plan.run, [estimate.fullest for estimate in estimates]
@@ -40,7 +41,7 @@ def write_page(
     ]
     lead = (f"{model}, {run.precision}, {run.optimizer}; {run.cluster.describe()}; {run.global_batch:,} sequences of "
             f"{run.sequence_length:,} tokens a step; {date.today()}.")  # fmt: skip
-    heading, *config = config_lines(model, plan, training)
+    heading, *config = config_lines(model, plan, training, file)
     text = "\n".join(config)
     parts = [
         "<h2>Time of a step, on the busiest pipeline rank</h2>",

@@ -44,8 +44,12 @@ ABOUT = {
 }  # of each of `NAMES`
 
 
-def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate], training: FullTraining | None) -> list[str]:
-    """Return the report of a search for a model, given the estimates of its results, and the complete training."""
+def lines(
+    model: str, plan: Plan, estimates: Sequence[StepEstimate], training: FullTraining | None,
+    file: Mapping[str, Any] | None = None,
+) -> list[str]:  # fmt: skip
+    """Return the report of a search for a model, given the estimates of its results, and the complete training; for
+    the run of a file also its tables."""
     run = plan.run
     head = [
         f"{model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}",
@@ -64,7 +68,7 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate], training: F
     ]  # fmt: skip
     low, high = map(show_seconds, estimates[0].interval)
     least, most = map(show_bytes, estimates[0].memory_interval)
-    heading, *config = config_lines(model, plan, training)
+    heading, *config = config_lines(model, plan, training, file)
     searched = (
         f"{plan.branches - plan.pruned:,} of {plan.branches:,} combinations of mesh, micro-batch and pipeline bounded, "
         f"{len(plan.players)} programs, {plan.played:,} layouts simulated"
@@ -82,13 +86,16 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate], training: F
     ]
 
 
-def config_lines(model: str, plan: Plan, training: FullTraining) -> list[str]:
+def config_lines(
+    model: str, plan: Plan, training: FullTraining, file: Mapping[str, Any] | None = None
+) -> list[str]:
     """Return a heading, and the recommended layout as config of the software that trains, or why it has none."""
     run = replace(plan.run, layout=plan.found.layout)
     if run.software.name != "shoal":
         return list(software_lines(run))
     try:
-        return ["The recommended, for shoal train:", *run_toml(model, run, run.layout, training.tokens).splitlines()]
+        config = run_toml(model, run, run.layout, training.tokens, file)
+        return ["The recommended, for shoal train:", *config.splitlines()]
     except UsageError as error:
         return ["The recommended:", str(error)]
 
@@ -166,13 +173,15 @@ def explain_lines(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
 
 
 def run_toml(
-    model: str | Mapping[str, Any], run: EstimatedRun, layout: Layout, tokens: float | None = None
-) -> str:
+    model: str | Mapping[str, Any], run: EstimatedRun, layout: Layout, tokens: float | None = None,
+    file: Mapping[str, Any] | None = None,
+) -> str:  # fmt: skip
     """Return a run's TOML with the planned layout and the model's own vocabulary.
 
     Args:
         model: name in the catalog, or the config section that creates the model.
         tokens: of the complete training, which determine the steps.
+        file: tables of the file whose run was planned; only its layout, and what was planned otherwise, is changed.
 
     Raises:
         UsageError: the model is user-defined, and no config produces it.
@@ -184,13 +193,16 @@ def run_toml(
         for name, value in chosen.items() if value is not None and value != getattr(defaults, name)
     }
     steps = {} if tokens is None else {"steps": max(1, round(tokens / run.tokens))}
-    return tomli_w.dumps({
-        "model": model_section(model, run.shape) if isinstance(model, str) else {**model},
-        "parallel": parallel,
+    found: dict[str, dict[str, Any]] = {
         "data": {"sequence_length": run.sequence_length},
         "train": steps | {"global_batch": run.global_batch, "precision": run.precision},
         "optimizer": {"name": run.optimizer},
-    })
+    }
+    if file is not None:
+        changed = {name: {**file.get(name, {}), **section} for name, section in found.items()}
+        return tomli_w.dumps({**file, **changed, "parallel": parallel})
+    section = model_section(model, run.shape) if isinstance(model, str) else {**model}
+    return tomli_w.dumps({"model": section, "parallel": parallel, **found})
 
 
 @contextmanager
