@@ -13,10 +13,10 @@ from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.cli.arguments import is_given, parse_run, split_run_file
 from shoal.cli.commands import COMMANDS
-from shoal.planning.describe import RunOptions
 from shoal.report.planning.estimate_lines import change_rows, estimate_facts, estimate_lines
 from shoal.report.planning.other_software import software_lines
 from shoal.report.planning.values import list_estimate_values, list_own_values
+from shoal.spec.run_options import RunOptions
 
 DEFAULT_MODEL = "llama-3-8b"
 

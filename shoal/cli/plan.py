@@ -13,10 +13,10 @@ from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, read_toml, write_atomically
 from shoal.base.options import reject_unused
 from shoal.base.units import parse_counts
-from shoal.planning.describe import RunOptions
 from shoal.report.planning import questions, tables
 from shoal.report.planning.values import list_plan_values
 from shoal.spec.layout import Layout
+from shoal.spec.run_options import RunOptions
 
 
 class PlanOptions(RunOptions):

@@ -1,0 +1,39 @@
+"""Options that `shoal estimate` and `shoal plan` share."""
+
+from __future__ import annotations
+
+from pydantic import PositiveFloat, PositiveInt
+
+from shoal.base.section import Section
+
+
+class RunOptions(Section):
+    """A run by names: its model, cluster, batch, formats and software, and the length and price of its training."""
+
+    model: str | None = None
+    """A model in the catalog (default: the TOML file's, else llama-3-8b)."""
+
+    cluster: str = "8xH100"
+    """8xH100, 64x8xH100-IB400, v5p-4096 (a slice, as its manufacturer names it), 2xv5p-4096, or an accelerator."""
+
+    sequence_length: PositiveInt | None = None
+    """Tokens per sequence (default: the file's, else the longest that the model was trained for)."""
+
+    global_batch: str | None = None
+    """Sequences per step (1024), or tokens with K or M (4M is 4 x 1024 x 1024; default: the file's, else about 4M)."""
+
+    precision: str | None = None
+    """Number formats, with the names of `shoal train`: bf16, fp16, fp8, fp32, ... (default: the file's, else bf16)."""
+
+    optimizer: str | None = None
+    """The update rule (default: the file's, else adamw)."""
+
+    software: str = "shoal"
+    """The software that trains: shoal, megatron-core, torchtitan, nanotron, ... (shoal/spec/catalog/software.toml). The
+    layout is printed as its own config where known."""
+
+    tokens: PositiveFloat | None = None
+    """Tokens of the complete training, such as 15e12 (default: of the file's train.steps, else 20 per parameter)."""
+
+    price: PositiveFloat | None = None
+    """Price in dollars per accelerator and hour (default: the catalog's list price)."""
