@@ -92,7 +92,8 @@ def _show_help(command: str, types: Mapping[str, type[Section]], section: str, v
 def split_run_file(args: list[str]) -> tuple[Path | None, list[str]]:
     """Split the run's TOML file from the arguments."""
     for i, word in enumerate(args):
-        option = word.startswith("-") or args[i - 1 : i] == ["--catalog"]  # the value of --catalog is a TOML file too
+        before = args[i - 1 : i]  # the values of these options are TOML files too
+        option = word.startswith("-") or before in (["--catalog"], ["--toml"])
         if not option and (word.endswith(".toml") or i == 0):
             return Path(word), args[:i] + args[i + 1 :]
     return None, args

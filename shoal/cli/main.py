@@ -7,7 +7,6 @@ import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import get_type_hints
 
 from shoal.base.errors import UsageError, did_you_mean, from_os_error, redact
@@ -68,7 +67,7 @@ def _run(args: list[str]) -> int:
     name, words = _split_command(args)
     command = COMMANDS[name]
     from shoal.base.options import parse
-    from shoal.cli.arguments import parse_run, refuse_model_name
+    from shoal.cli.arguments import parse_run, refuse_model_name, split_run_file
     from shoal.spec.config.run import rename_option
 
     words = [rename_option(word) for word in words]
@@ -79,13 +78,13 @@ def _run(args: list[str]) -> int:
     if "config" not in takes:
         if words and "model" in takes["options"].model_fields:
             refuse_model_name(words[0], "--model")
-            if words[0].endswith(".toml") and "file" in takes:
-                return function(parse(f"shoal {name}", takes["options"], words[1:]), Path(words[0]))
-            if words[0].endswith(".toml"):
+            if words[0].endswith(".toml") and "file" not in takes:
                 own = " One of your own is a table of --catalog." if "catalog" in takes["options"].model_fields else ""
                 raise UsageError(f"{words[0]}: shoal {name} reads no config of a run."
                                  f"\n  Name a model with --model.{own}")
-        return function(parse(f"shoal {name}", takes["options"], words, description=command.help))
+        file, words = split_run_file(words) if "file" in takes else (None, words)
+        options = parse(f"shoal {name}", takes["options"], words, description=command.help)
+        return function(options, file) if file else function(options)
     return function(*parse_run(name, takes["options"], words, command.config))
 
 

@@ -89,7 +89,7 @@ def test_the_run_of_a_file_is_planned_with_all_that_it_says(tmp_path: Path, caps
         name = "sgd"
         learning_rate = 0.5
     """)
-    words = ["plan", str(file), "--cluster", "2xH100", "--toml", str(out), "--out", str(page)]
+    words = ["plan", "--cluster", "2xH100", str(file), "--toml", str(out), "--out", str(page)]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "fp32, sgd" in said and "64 sequences of 2,048 tokens" in said
