@@ -6,10 +6,10 @@ import collections.abc
 import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import cache, partial, wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import USUAL, truncate
@@ -48,12 +48,12 @@ def check_arguments(function: Callable[P, Result]) -> Callable[P, Result]:
     """
     expected, called = signature(function), function.__qualname__.removesuffix(".__init__")
     parameters = expected.parameters
+    kinds_of = cache(partial(get_type_hints, function, include_extras=True))
     any_option = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
 
     def check(parameter: Parameter, value: Any, name: str) -> Any:
         text = str(parameter.annotation)
-        kind = eval(text, function.__globals__) if isinstance(parameter.annotation, str) else parameter.annotation
-        if (found := convert(kind, value)) is not WRONG:
+        if (found := convert(kinds_of().get(parameter.name, Any), value)) is not WRONG:
             return found
         given = "" if value is None else f" is of type {type(value).__name__}"
         kinds = text.split(" | ")
