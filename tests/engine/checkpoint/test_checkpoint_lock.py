@@ -58,7 +58,7 @@ def test_a_folder_that_was_unmounted_or_deleted_is_made_again_with_a_note(tmp_pa
 
 
 def test_a_file_system_without_locks_is_used_without_one(tmp_path, monkeypatch):
-    """As Lustre without its option, or NFS without its daemon. A disk that fails is not used."""
+    """Lustre without its option and NFS without its daemon have no locks. A disk that fails is not used."""
     error = OSError(errno.EIO, "it fails")
 
     def lockf(*_):

@@ -121,7 +121,7 @@ def test_the_newest_good_one_is_found_and_the_refused_are_reported(path, tmp_pat
 
 
 def test_a_checkpoint_that_cannot_be_looked_at_is_refused_by_name_and_not_overlooked(path, tmp_path):
-    """As by a server of files that is away for a moment: a run that then goes back further should say so."""
+    """A file server may be away for a moment. A run that resumes from an older checkpoint then says so."""
     (tmp_path / "step-00000002").symlink_to("step-00000002")
     assert newest(tmp_path).step == 2
     found, (refused,) = newest_good(tmp_path)
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_refused_by_name_and_not_overlo
 
 @pytest.mark.parametrize("part", ["whole", "data"])
 def test_what_fails_while_it_is_read_is_refused_and_the_one_before_taken(path, tmp_path, monkeypatch, part):
-    """As by a disk with a bad sector, or a store that is away for a moment."""
+    """The disk has a bad sector, or the store is away for a moment."""
     shutil.copytree(path, tmp_path / "step-00000002")
     function = "open_ranges" if part == "data" else "read"
     read = getattr(storage, function)

@@ -141,7 +141,7 @@ def test_a_save_that_is_complete_is_told_once_it_is_waited_for(tmp_path):
 
 @pytest.mark.parametrize("seen", [None, b"half"])
 def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_costs_none(make, tmp_path, monkeypatch, seen):
-    """As where ranks of two hosts have a folder of this name each, or a network file system loses a part."""
+    """Ranks of two hosts may each have a folder of this name; a network file system may lose a part."""
     checkpointer, commit = make(keep=1), Checkpointer._commit
     checkpointer.save(1, weights(1), {}, block=True)
 
@@ -390,6 +390,6 @@ def quarantine_on_a_broken_disk(folder) -> str:
 
 
 def test_every_rank_is_told_that_a_bad_checkpoint_could_not_be_quarantined(pool, tmp_path):
-    """None goes on, or waits for the others; a restart would resume from it."""
+    """No rank continues or waits for another. A restart would resume from the bad checkpoint."""
     for error in pool.run(quarantine_on_a_broken_disk, 2, tmp_path):
         assert error.startswith("checkpoints after step 0 are not to be used, but were not renamed: ")

@@ -53,7 +53,7 @@ def remote(tmp_path):
 
 
 def test_what_others_write_into_a_store_is_seen(remote, tmp_path, monkeypatch):
-    """Libraries remember answers until they are told not to."""
+    """Libraries of stores cache listings until the cache is cleared."""
     seen = {}
 
     def remember(name):
@@ -80,7 +80,7 @@ def test_what_others_write_into_a_store_is_seen(remote, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("copies", range(4))
 def test_a_rename_in_a_store_that_breaks_off_leaves_one_whole(remote, monkeypatch, copies):
-    """Of two files, a checksum and a manifest, so many are copied."""
+    """A checkpoint of two files, a checksum and a manifest, of which ``copies`` are copied."""
     copy, left = Bucket.copy, iter(range(copies))
     monkeypatch.setattr(Bucket, "copy", lambda *args, **options: (next(left), copy(*args, **options)))
     new = remote.with_name("step-00000002")
