@@ -107,6 +107,13 @@ def test_the_run_of_a_file_is_planned_with_all_that_it_says(tmp_path: Path, caps
     assert "sequence_length = 1024" in said and "layers = 4" not in said
 
 
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_scales_whose_cost_is_unknown_are_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (file := tmp_path / "run.toml").write_text('[train]\nprecision = "fp8"\n[float8]\nscales = "block"\n')
+    assert main([command, str(file)]) == 2
+    assert "float8.scales = block: such products are not estimated" in capsys.readouterr().err
+
+
 def test_the_fewest_devices_hold_it_and_fewer_do_not() -> None:
     planner = LayoutPlanner("llama-3-8b", "2x8xH100", global_batch=8, sequence_length=4096)
     planner.space = FEW

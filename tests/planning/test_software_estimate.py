@@ -241,6 +241,11 @@ def test_a_layout_that_the_software_lacks_has_no_config(software: str, layout: L
     assert words == layout.describe()
 
 
+def test_replicas_without_zero_need_no_stage_of_it() -> None:
+    run = describe_run(Layout(dp=16), model="llama-3-8b", cluster="2x8xA100", global_batch=64, software="torchtitan")
+    assert "data_parallel_replicate_degree = 16" in "\n".join(software_lines(run))
+
+
 @pytest.mark.parametrize("layout", [
     Layout(dp=128, zero=3), Layout(dp=128, zero=3, zero_shard=64), Layout(dp=32, tp=4, zero=3, zero_shard=8),
     Layout(dp=32, cp=2, tp=2, zero=3, micro_batch=4),
