@@ -173,7 +173,9 @@ class _Rank:
         count, width = experts.count // layout.ep, experts.ffn // layout.expert_tensor
         first, start = self.ep_index * count, self.etp_index * width
         inner = ("up",) if self.bias else ("gate", "up")
-        sizes = {part: (Box((first, start, 0), (count, width, h)), (experts.count, experts.ffn, h)) for part in inner}
+        sizes: dict[str, tuple[Box, tuple[int, ...]]] = {}
+        for part in inner:
+            sizes[part] = Box((first, start, 0), (count, width, h)), (experts.count, experts.ffn, h)
         sizes["down"] = Box((first, 0, start), (count, h, width)), (experts.count, h, experts.ffn)
         for part in inner if experts.biases else ():
             sizes[f"{part}_bias"] = Box((first, start), (count, width)), (experts.count, experts.ffn)
