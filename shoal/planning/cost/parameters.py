@@ -169,7 +169,7 @@ class _Rank:
         if experts.biases:
             parts = {"down_bias": scored, **parts, "router.logit_bias": (experts.count,)}
         for part, full in parts.items():
-            yield self.of_all_ranks(f"{name}.{part}", full)  # each rank scores its own tokens
+            yield self.shared(f"{name}.{part}", full)  # each rank scores its own tokens
         count, width = experts.count // layout.ep, experts.ffn // layout.expert_tensor
         first, start = self.ep_index * count, self.etp_index * width
         inner = ("up",) if self.bias else ("gate", "up")
@@ -229,8 +229,8 @@ class _Rank:
         return LocalParameter(name, (size, h), box, box.numel, f"tp_y/{copies}" if copies > 1 else "", copies)
 
     def head_norm(self, name: str) -> LocalParameter:
-        return self.of_all_ranks(name, (self.shape.head_dim,))
+        return self.shared(name, (self.shape.head_dim,))
 
-    def of_all_ranks(self, name: str, size: tuple[int, ...]) -> LocalParameter:
+    def shared(self, name: str, size: tuple[int, ...]) -> LocalParameter:
         """Replicated; each rank has the gradient of its own heads or tokens."""
         return LocalParameter(name, size, Box.full(size), math.prod(size), "tp" if self.tp > 1 else "", self.tp)

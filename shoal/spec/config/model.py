@@ -135,6 +135,14 @@ class ModelConfig(Section):
             "rope_scaling": self._rope_scaling(shape), "latent": self._latent(shape),
             "experts": self._experts(shape), "depths": self._depths(shape),
         })
+        self._check(shape)
+        if shape.vocab < vocab:
+            raise UsageError(f"model.vocab = {shape.vocab} is smaller than the tokenizer's {vocab} ids.\n"
+                             "  Leave model.vocab out, or make it larger.")
+        return shape
+
+    def _check(self, shape: ModelShape) -> None:
+        """Raise UsageError if the fields contradict each other."""
         if shape.heads % shape.kv_heads:
             raise UsageError(f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
                              "each key/value head serves heads / kv_heads query heads.")
@@ -162,10 +170,6 @@ class ModelConfig(Section):
         if shape.rotary_dim % 2 and shape.family == "llama":
             field = "latent.rotary_dim" if shape.latent else "head_dim"
             raise UsageError(f"model.{field} = {shape.rotary_dim} is odd: rotary positions turn pairs of numbers.")
-        if shape.vocab < vocab:
-            raise UsageError(f"model.vocab = {shape.vocab} is smaller than the tokenizer's {vocab} ids.\n"
-                             "  Leave model.vocab out, or make it larger.")
-        return shape
 
     def _is_complete(self) -> bool:
         """Return whether the fields give a model that is not in the catalog."""

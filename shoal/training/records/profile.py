@@ -98,25 +98,27 @@ def read_profile(folder: Path) -> Profile | None:
         ) from None
 
 
+def _read_rank(path: Path) -> tuple[dict[str, Any], RankProfile]:
+    """Return what one rank recorded, and the header of its file."""
+    header, *lines = map(json.loads, read_text(path).splitlines())  # written atomically, so never truncated
+    actions = tuple(Action(Op(op), *map(int, numbers)) for op, *numbers in header["actions"])
+    begin, arrived, end = times = tuple(
+        [[float(time) for time in line[name]] for line in lines] for name in ("begin", "arrived", "end")
+    )
+    if any(len(step) != len(actions) for steps in times for step in steps):
+        raise ValueError(f"{path.name} has steps without a time for each of its {len(actions)} actions")
+    moments = zip(*(chain.from_iterable(each) for each in times), strict=True)
+    if not all(-inf < b <= a + TOLERANCE and a <= e + TOLERANCE < inf for b, a, e in moments):
+        raise ValueError(f"{path.name} has an action that ends before it begins")
+    number, pp, dp, tp = (int(header[name]) for name in ("rank", "pp", "dp", "tp"))
+    recorded = tuple(int(line["step"]) for line in lines)
+    buckets = tuple(HeldBucket(tuple(names), *map(int, rest)) for names, *rest in header.get("buckets", []))
+    reductions = [[(int(b), float(t), float(e)) for b, t, e in line.get("reductions", [])] for line in lines]
+    return header, RankProfile(number, pp, dp, tp, actions, recorded, begin, arrived, end, buckets, reductions)
+
+
 def _profile(paths: Sequence[Path]) -> Profile:
-    headers, ranks = [], []
-    for path in paths:
-        header, *lines = map(json.loads, read_text(path).splitlines())  # written atomically, so never truncated
-        actions = tuple(Action(Op(op), *map(int, numbers)) for op, *numbers in header["actions"])
-        begin, arrived, end = times = tuple(
-            [[float(time) for time in line[name]] for line in lines] for name in ("begin", "arrived", "end")
-        )
-        if any(len(step) != len(actions) for steps in times for step in steps):
-            raise ValueError(f"{path.name} has steps without a time for each of its {len(actions)} actions")
-        moments = zip(*(chain.from_iterable(each) for each in times), strict=True)
-        if not all(-inf < b <= a + TOLERANCE and a <= e + TOLERANCE < inf for b, a, e in moments):
-            raise ValueError(f"{path.name} has an action that ends before it begins")
-        number, pp, dp, tp = (int(header[name]) for name in ("rank", "pp", "dp", "tp"))
-        recorded = tuple(int(line["step"]) for line in lines)
-        buckets = tuple(HeldBucket(tuple(names), *map(int, rest)) for names, *rest in header.get("buckets", []))
-        reductions = [[(int(b), float(t), float(e)) for b, t, e in line.get("reductions", [])] for line in lines]
-        ranks.append(RankProfile(number, pp, dp, tp, actions, recorded, begin, arrived, end, buckets, reductions))
-        headers.append(header)
+    headers, ranks = zip(*map(_read_rank, paths), strict=True)
     by_stage = {rank.pp: rank.actions for rank in ranks}
     values: dict[str, Any] = {
         RENAMED.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in headers[0]["program"].items()
@@ -136,4 +138,4 @@ def _profile(paths: Sequence[Path]) -> Profile:
     for action in (action for rank in program.actions for action in rank):
         if any(not -1 <= value < limit for value, limit in zip(action[1:4], limits, strict=True)):
             raise ValueError(f"{action} is not of {limits[0]} stages, {limits[1]} micro-batches, {limits[2]} slices")
-    return Profile(program, headers[0]["layout"], tuple(ranks))
+    return Profile(program, headers[0]["layout"], ranks)
