@@ -167,20 +167,12 @@ class Runtime:
         if self.further and torch.is_grad_enabled():  # before ranks take their tokens of a sequence
             batches = [replace(each, further=look_further(each.tokens, each.targets, each.documents, self.further))
                        for each in batches]  # fmt: skip
-        batches = [take_tokens(batch, self.tokens) for batch in batches]
-        updated = None
+        compute = partial(self._compute, [take_tokens(batch, self.tokens) for batch in batches], scale)
         for stage in self.stages.values():
             stage.parameters.begin()
         for versions in self.versions.values():
             versions.begin()
-
-        def compute(action: Action) -> None:
-            if action.op is Op.FORWARD:
-                self._forward(action, batches[action.microbatch], scale[action.microbatch])
-            else:
-                self._backward(action)
-                self.stages[action.stage].parameters.backward_done()
-
+        updated = None
         together: Iterable[tuple[Action, ...]] = pair_up(self.actions) if self.program.paired else zip(self.actions)
         for i, (*forward, action) in enumerate(together):
             for paired in forward:  # its computation is part of the backward, to recorders too
@@ -193,31 +185,15 @@ class Runtime:
                 recorder.begin(action)
             if action.stage in self.versions:
                 self.versions[action.stage].before(i, action)
-            match action.op:
-                case Op.FORWARD | Op.BACKWARD:
-                    self._arrived(action)
-                    if forward:
-                        self.turns.run(partial(compute, *forward), partial(compute, action), self.mesh.device)
-                    else:
-                        compute(action)
-                case Op.BACKWARD_INPUT:
-                    self._arrived(action)
-                    with self.stages[action.stage].parameters.deferred(action.microbatch):
-                        self._backward(action)
-                case Op.BACKWARD_WEIGHT:
-                    parameters = self.stages[action.stage].parameters
-                    parameters.last_microbatch = action in self.last_weights
-                    parameters.add_deferred(action.microbatch)
-                case Op.REDUCE:
-                    self.stages[action.stage].parameters.finish()
-                case Op.STEP:
-                    updated = update(action, self._loss)
-                    if 0 < action.version < self.program.updates:
-                        self.stages[action.stage].parameters.begin()
-                case Op.GATHER:
-                    self.stages[action.stage].parameters.gather()
-                case _:
-                    self._transfer(action)
+            if action.op is Op.STEP:
+                updated = update(action, self._loss)
+                if 0 < action.version < self.program.updates:
+                    self.stages[action.stage].parameters.begin()
+            elif forward:
+                self._arrived(action)
+                self.turns.run(partial(compute, *forward), partial(compute, action), self.mesh.device)
+            else:
+                self._perform(action, compute)
             if action.stage in self.versions:
                 self.versions[action.stage].after(i, action)
             for recorder in self.recorders:
@@ -227,12 +203,40 @@ class Runtime:
         self._sending.clear()  # which kept the tensors alive
         return self._loss, updated
 
+    def _perform(self, action: Action, compute: Callable[[Action], None]) -> None:
+        """Perform one action, except an update."""
+        match action.op:
+            case Op.FORWARD | Op.BACKWARD:
+                self._arrived(action)
+                compute(action)
+            case Op.BACKWARD_INPUT:
+                self._arrived(action)
+                with self.stages[action.stage].parameters.deferred(action.microbatch):
+                    self._backward(action)
+            case Op.BACKWARD_WEIGHT:
+                parameters = self.stages[action.stage].parameters
+                parameters.last_microbatch = action in self.last_weights
+                parameters.add_deferred(action.microbatch)
+            case Op.REDUCE:
+                self.stages[action.stage].parameters.finish()
+            case Op.GATHER:
+                self.stages[action.stage].parameters.gather()
+            case _:
+                self._transfer(action)
+
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """Return the summed loss [nats] of a forward-only program (0 without the last stage)."""
         return self.step(batches, np.ones(len(batches)), lambda action, loss: None)[0]
 
     # ---- computations ------------------------------------------------------------------------------------------
+
+    def _compute(self, batches: Sequence[Batch], scale: Sequence[float | Tensor] | np.ndarray, action: Action) -> None:
+        if action.op is Op.FORWARD:
+            self._forward(action, batches[action.microbatch], scale[action.microbatch])
+        else:
+            self._backward(action)
+            self.stages[action.stage].parameters.backward_done()
 
     def _forward(self, action: Action, batch: Batch, scale: float | Tensor) -> None:
         stage, microbatch, number = place = action[1:4]
