@@ -19,7 +19,7 @@ from shoal.engine.models.products import tune_products
 from shoal.launch import prefork, worker_pool
 from shoal.launch.worker_pool import Pool
 from tests.browser import browser, page, saved, window  # noqa: F401 -- fixtures
-from tests.fake_cuda import on_fake_cuda  # noqa: F401 -- a fixture
+from tests.fake_cuda.fixture import on_fake_cuda  # noqa: F401 -- a fixture
 from tests.trainings.fixtures import base_config, base_run, corpus  # noqa: F401 -- fixtures
 from tests.trainings.forked import server
 from tests.trainings.supervised import rank_server, supervised, undisturbed  # noqa: F401 -- fixtures

@@ -172,5 +172,5 @@ class DryMesh(Mesh):
         return self._named[name]
 
     def real_index_tensors(self) -> AbstractContextManager[object]:
-        # On fake CUDA, a dispatch mode knows the values (`shoal.testing.fake_cuda.values`).
+        # On fake CUDA, a dispatch mode knows the values (`tests.fake_cuda.values`).
         return unset_fake_temporarily() if self.device.type == "cpu" else nullcontext()

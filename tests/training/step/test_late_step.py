@@ -1,6 +1,6 @@
 """Steps that the host does not wait for: the same numbers, and a failure found one step late leaves the same state.
 
-The decisions on the device run on the CPU; their kernels on fake CUDA (`tests/testing/fake_cuda`).
+The decisions on the device run on the CPU; their kernels on fake CUDA (`tests/fake_cuda`).
 """
 
 import math

@@ -17,7 +17,7 @@ def make_calls() -> tuple[dict[str, tuple], list[str]]:
     import torch
 
     from shoal.labs.bench.gpu import ceilings, smoke
-    from shoal.testing.fake_cuda.census import fake_cuda
+    from tests.fake_cuda.census import fake_cuda
 
     shapes: dict[str, tuple] = {}
     with fake_cuda() as recorder:
@@ -47,7 +47,7 @@ def test_calls_of_part_1(on_fake_cuda: Callable) -> None:
 
 
 def count_mismatches(configs: dict[str, RunConfig]) -> dict[str, list[str]]:
-    from shoal.testing.fake_cuda.census import take_census
+    from tests.fake_cuda.census import take_census
 
     return {name: [*take_census(config).mismatches] for name, config in configs.items()}
 
@@ -70,9 +70,9 @@ def measure_as_on_a_gpu() -> tuple[dict, dict, dict]:
 
     from shoal.engine.collectives.mesh import DryMesh
     from shoal.labs.bench.gpu import ceilings, engine_run, item, speed
-    from shoal.testing.fake_cuda.census import fake_cuda
     from shoal.training.check import check
     from shoal.training.dry_run.dry_run import DryEngine, make_samples
+    from tests.fake_cuda.census import fake_cuda
 
     def build_engine(config: RunConfig, device: torch.device, masked: float = 0.0, repeats: int = 0) -> DryEngine:
         train = config.train.model_copy(update={"device": "cuda", "compile": False})

@@ -10,7 +10,7 @@ def entered() -> list[bool]:
     import torch
 
     from shoal.engine import turns
-    from shoal.testing.fake_cuda.census import fake_cuda
+    from tests.fake_cuda.census import fake_cuda
 
     found = []
     right = turns.current_stream

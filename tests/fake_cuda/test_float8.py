@@ -22,7 +22,7 @@ def count_launches(
     import torch
 
     from shoal.engine.precision import recipe
-    from shoal.testing.fake_cuda import census
+    from tests.fake_cuda import census
 
     train = {"precision": precision, "global_batch": MICRO_BATCHES}
     model, data = RUN["model"] | {"ffn": ffn}, RUN["data"] | {"sequence_length": tokens}

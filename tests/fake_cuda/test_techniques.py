@@ -107,7 +107,7 @@ def build(settings: dict[str, dict[str, Any]]) -> RunConfig:
 
 def take_all(configs: dict[str, RunConfig]) -> dict[str, Any]:
     """Return the census of each run, or what went wrong, in a process with fake CUDA."""
-    from shoal.testing.fake_cuda.census import take_census
+    from tests.fake_cuda.census import take_census
 
     found: dict[str, Any] = {}
     for name, config in configs.items():

@@ -12,7 +12,7 @@ def stage() -> tuple[dict, set[str]]:
     from shoal.engine.collectives.group import Group
     from shoal.engine.collectives.pending import DryTransport
     from shoal.engine.collectives.staged import StagedTransport
-    from shoal.testing.fake_cuda.census import fake_cuda
+    from tests.fake_cuda.census import fake_cuda
 
     group = Group([4, 6], 1, shared=StagedTransport(Group([4, 6], 1, shared=DryTransport([4, 6]))))
     with fake_cuda() as recorder:
@@ -45,11 +45,11 @@ def compare(folder: Path) -> tuple[set, set]:
     import torch.distributed as dist
 
     from shoal.engine.collectives.mesh import DryMesh
-    from shoal.testing.fake_cuda.census import fake_cuda
     from shoal.testing.verify import rank
     from shoal.testing.verify.case import prepare
     from shoal.testing.verify.reference import ComparisonJob, run_reference
     from shoal.training.dry_run.dry_run import DryEngine
+    from tests.fake_cuda.census import fake_cuda
     from tests.testing.verify.runs import small_run
 
     model = {"layers": 1, "kv_heads": 4, "experts": {"count": 4, "ffn": 6, "per_token": 2}}

@@ -1,4 +1,4 @@
-"""`python -m shoal.testing.fake_cuda RUN.toml`: what delays a step on CUDA, without a GPU."""
+"""`python -m tests.fake_cuda RUN.toml`: what delays a step on CUDA, without a GPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 from shoal.base.errors import UsageError
 from shoal.spec.config import load_config
-from shoal.testing.fake_cuda.library import load_library
+from tests.fake_cuda.library import load_library
 
 
 def main(args: list[str]) -> int:
     """Print the census of one step; return 1 if it mixed devices."""
-    parser = argparse.ArgumentParser(prog="python -m shoal.testing.fake_cuda", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fake_cuda", description=__doc__)
     parser.add_argument("run", help="TOML file of the run")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--step", type=int, default=1, help="the counted step, after the ones before it")
@@ -21,7 +21,7 @@ def main(args: list[str]) -> int:
     try:
         config = load_config(options.run)
         load_library()
-        from shoal.testing.fake_cuda.census import take_census  # imports torch
+        from tests.fake_cuda.census import take_census  # imports torch
 
         census = take_census(config, options.rank, step=options.step)
     except UsageError as error:

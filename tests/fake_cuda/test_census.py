@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import UsageError
-from shoal.testing.fake_cuda.__main__ import main
-from shoal.testing.fake_cuda.library import load_library
+from tests.fake_cuda.__main__ import main
+from tests.fake_cuda.library import load_library
 
 
 def operations() -> tuple[list, dict]:
     import torch
 
-    from shoal.testing.fake_cuda.census import fake_cuda
+    from tests.fake_cuda.census import fake_cuda
 
     host = torch.arange(5)
     with fake_cuda() as recorder:
@@ -47,7 +47,7 @@ def test_index_tensors_have_values_and_everything_is_counted(on_fake_cuda: Calla
 def mixed() -> tuple[list, bool]:
     import torch
 
-    from shoal.testing.fake_cuda.census import fake_cuda
+    from tests.fake_cuda.census import fake_cuda
 
     with fake_cuda() as recorder:
         raised = False
@@ -70,7 +70,7 @@ def test_a_process_that_has_torch_is_refused() -> None:
 
 def printed(arguments: list[str]) -> tuple[int, str]:
     """The exit status of the command in this process, and what it prints."""
-    from shoal.testing.fake_cuda.__main__ import main
+    from tests.fake_cuda.__main__ import main
 
     with redirect_stdout(StringIO()) as out:
         return main(arguments), out.getvalue()
@@ -83,7 +83,7 @@ def test_the_command_prints_a_census(tmp_path: Path, on_fake_cuda: Callable, cap
         "[parallel]\ntp = 2\nmicro_batch = 1\n"
     )
     # The library is loaded before torch, so the command may not import torch by itself.
-    says = "import sys, shoal.testing.fake_cuda.__main__ as command; command.load_config(sys.argv[1]); "
+    says = "import sys, tests.fake_cuda.__main__ as command; command.load_config(sys.argv[1]); "
     says += "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", says, str(run)], timeout=100, check=True)
     code, said = on_fake_cuda(printed, [str(run), "--rank", "1", "--step", "0", "--most", "1"])

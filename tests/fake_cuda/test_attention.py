@@ -9,7 +9,7 @@ import pytest
 def counted(changed: dict) -> tuple[list, int, Counter]:
     """Mismatches, synchronisations, and the launches of attention by operation, of the first step of a layer or two."""
     from shoal.spec.config import build_config
-    from shoal.testing.fake_cuda.census import take_census
+    from tests.fake_cuda.census import take_census
 
     values = {
         "model": {"name": "tiny", "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 16},

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shoal.testing.fake_cuda.library import start_process, why_unavailable
+from tests.fake_cuda.library import start_process, why_unavailable
 
 
 @pytest.fixture(scope="session")

@@ -21,19 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from shoal.engine import streams
 from shoal.engine.collectives.mesh import DryMesh
 from shoal.spec.config import RunConfig
-from shoal.testing.fake_cuda.library import on_wait
-from shoal.testing.fake_cuda.values import KnownValues, is_on_cuda
 from shoal.training.async_dp.engines import engine_class
 from shoal.training.check import check
 from shoal.training.dry_run.dry_run import DryEngine, make_samples
 from shoal.training.dry_run.tracker import tensors_in
+from tests.fake_cuda.library import on_wait
+from tests.fake_cuda.values import KnownValues, is_on_cuda
 
 _NO_KERNEL = {
     "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "lift_fresh",
     "new_empty", "new_empty_strided", "resize_", "set_",
 }  # and views
-_NOT_CODE_OF_A_STEP = ("shoal/testing/fake_cuda/", "shoal/training/dry_run/", "shoal/engine/collectives/pending.py")
-_ROOT = f"{Path(__file__).parents[3]}/"  # a checkout may itself be in a folder named shoal
+_NOT_CODE_OF_A_STEP = ("shoal/training/dry_run/", "shoal/engine/collectives/pending.py")
+_ROOT = f"{Path(__file__).parents[2]}/"  # a checkout may itself be in a folder named shoal
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
@@ -147,7 +147,7 @@ def _attention(
 def fake_cuda() -> Iterator[OperationRecorder]:
     """Create fake tensors in the enclosed code, on `cuda` as on the CPU, and record what it does to the device.
 
-    Use it in a process of `shoal.testing.fake_cuda.library.start_process`.
+    Use it in a process of `tests.fake_cuda.library.start_process`.
     """
     values = KnownValues()
     recorder = OperationRecorder(values)
