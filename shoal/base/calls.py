@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.section import USUAL, truncate
+from shoal.base.section import truncate
+from shoal.base.usual_names import list_usual
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -63,7 +64,8 @@ def check_arguments(function: Callable[P, Result]) -> Callable[P, Result]:
     @wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> Result:
         for name in () if any_option else options.keys() - parameters.keys():
-            near = did_you_mean(USUAL.get(name, name), parameters)
+            usual = (each.rpartition(".")[2].strip("-").replace("-", "_") for each in list_usual(name))
+            near = did_you_mean(next((each for each in usual if each in parameters), name), parameters)
             raise UsageError(f"{called}: there is no argument '{name}'; {near}")
         bound = expected.bind_partial(*args, **options)
         for name, value in bound.arguments.items():

@@ -13,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from inspect import cleandoc
 from io import BytesIO, StringIO, TextIOWrapper
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -23,7 +23,8 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_or
 from pydantic import BaseModel
 
 from shoal.base.errors import UsageError
-from shoal.base.section import USUAL, Section, docstrings, validate
+from shoal.base.section import Section, docstrings, validate
+from shoal.base.usual_names import list_usual
 
 T = TypeVar("T", bound=Section)
 
@@ -263,9 +264,10 @@ def _join_rows(lines: list[str], width: int) -> list[str]:
 def _without_box(text: str, sections: Mapping[str, type[BaseModel]]) -> str:
     """Remove the frame and title of tyro's error, leaving one line per part; of several similar options only names."""
     framed = ANSI.sub("", text).splitlines()[1:-1]
-    unknown = re.findall(r"--([^\s,=]+)", framed[0])
+    first = " ".join(takewhile(lambda row: not _is_rule(row), framed))  # wrapped to the terminal
+    unknown = re.findall(r"--([^\s,=]+)", first)
     parts = []
-    for rule, rows in groupby(framed, lambda row: set(row.strip("│| ")) in ({"─"}, {"-"})):
+    for rule, rows in groupby(framed, _is_rule):
         part = list(rows)
         similar = [row.split()[1].rstrip(",") for row in part if re.match(r"[│|] {5}--", row)]
         if len(similar) > 1:
@@ -273,12 +275,22 @@ def _without_box(text: str, sections: Mapping[str, type[BaseModel]]) -> str:
             part = [part[0], ", ".join(same or similar)]
         if not rule:  # "Got errors": one for each type that a value may have
             parts.append(" ".join(row.strip("│| ") for row in part).partition("  Got errors:")[0])
-    if parts[0].startswith("Unrecognized") and (usual := [*_by_usual_names(unknown, sections)]):
-        parts[1:-1] = [f"Perhaps you meant: {', '.join(usual)}"]
+    if parts[0].startswith("Unrecognized"):
+        usual = {name: found for name in unknown if (found := [*_by_usual_name(name, sections)])}
+        lines = [f"For --{name}: {' or '.join(found)}" for name, found in usual.items()]
+        if len(unknown) == 1 and usual:
+            parts[1:-1] = [f"Perhaps you meant: {', '.join(usual[unknown[0]])}"]
+        else:
+            similar = [part for part in parts[1:-1] if not any(f"to --{name}:" in part for name in usual)]
+            parts[1:-1] = [*lines, *similar]
     parts[0] = re.sub(r"invalid literal for int\(\) with base 10: (.+)", r"\1 is not an integer", parts[0])
     parts[0] = re.sub(r"could not convert string to float: (.+)", r"\1 is not a number", parts[0])
     parts[0] = re.sub(r"no type matching (.+) could be instantiated from \[(.+)\]\.", _name_kinds, parts[0])
     return "\n  ".join(parts)
+
+
+def _is_rule(row: str) -> bool:
+    return set(row.strip("│| ")) in ({"─"}, {"-"})
 
 
 def _name_kinds(found: re.Match[str]) -> str:
@@ -286,13 +298,14 @@ def _name_kinds(found: re.Match[str]) -> str:
     return f"{found[2]} is not {' or '.join(kind for kind in kinds if kind != '{None}')}"
 
 
-def _by_usual_names(unknown: Sequence[str], sections: Mapping[str, type[BaseModel]]) -> Iterator[str]:
-    """Yield the options that other trainers call by unknown names, or that have these names in another section."""
-    for name in (each.rpartition(".")[2].replace("-", "_") for each in unknown):
-        field = USUAL.get(name, name)
+def _by_usual_name(unknown: str, sections: Mapping[str, type[BaseModel]]) -> Iterator[str]:
+    """Yield the options that other trainers call by an unknown name, or that have this name in another section."""
+    for known in list_usual(unknown.rpartition(".")[2].replace("-", "_")):
         for section, kind in sections.items():
-            if field in kind.model_fields:
-                yield f"--{section}{'.' * bool(section)}{field.replace('_', '-')}"
+            for field in kind.model_fields:
+                option = f"{section}{'.' * bool(section)}{field}".replace("_", "-")
+                if known in (field, f"{section}.{field}", f"--{option}"):
+                    yield f"--{option}"
 
 
 def listed(subjects: Mapping[str, str], width: int) -> list[str]:

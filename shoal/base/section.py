@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.usual_names import list_usual
 
 T = TypeVar("T", bound=BaseModel)
 Each = TypeVar("Each")
@@ -90,29 +91,16 @@ def _as_json(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else str(value)  # a scalar of NumPy or torch, or a path
 
 
-USUAL = {
-    "lr": "learning_rate", "batch_size": "global_batch", "global_batch_size": "global_batch",
-    "micro_batch_size": "micro_batch", "seq_len": "sequence_length", "seq_length": "sequence_length",
-    "save_interval": "every", "eval_interval": "validate_every", "log_interval": "log_every",
-    "max_seq_len": "sequence_length", "max_steps": "steps", "num_steps": "steps", "train_iters": "steps",
-    "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_size": "tp",
-    "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp", "pipeline_parallel_size": "pp",
-    "context_parallel_size": "cp", "expert_model_parallel_size": "ep", "num_layers": "layers",
-    "hidden_size": "hidden", "dtype": "precision", "zero_stage": "zero",
-    "files": "paths", "text": "paths", "data_path": "paths", "output_dir": "run_folder", "out_dir": "run_folder",
-    "gpus": "ranks", "nproc_per_node": "ranks", "max_new_tokens": "max_tokens",
-}  # fmt: skip
-"""Fields by the names that other trainers give them."""
-
-
 def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str]:
     """Return the start of a message, equal for all errors of a field, and the error itself."""
     keys = _keys(section, error["loc"])
     dotted = _printable(".".join((*outer, *keys)))
     if error["type"] == "extra_forbidden":
-        known = USUAL.get(keys[-1], keys[-1])
-        elsewhere = [f"{name}.{known}" for name, field in section.model_fields.items()
-                     if known in getattr(field.annotation, "model_fields", {})]
+        usual = list_usual(keys[-1]) if len(keys) < 3 else []
+        elsewhere = [f"{name}.{field}" for known in usual for name, info in section.model_fields.items()
+                     for field in getattr(info.annotation, "model_fields", {}) if known in (field, f"{name}.{field}")]
+        if usual[:1] and usual[0].startswith("--"):
+            return f"there is no key '{dotted}'; ", f"it is an option of the command line: {usual[0]}"
         if elsewhere:
             return f"there is no key '{dotted}'; ", f"did you mean '{' or '.join(elsewhere)}'?"
         for key in keys[:-1]:

@@ -7,9 +7,10 @@ import pytest
 from shoal.base.errors import UsageError
 from shoal.base.options import parse, read
 from shoal.base.section import docstrings
+from shoal.base.usual_names import USUAL_NAMES
 from shoal.cli.estimate import EstimateOptions
 from shoal.cli.run.data import TokenizerOptions
-from shoal.spec.config import DataConfig, OptimizerConfig
+from shoal.spec.config import DataConfig, OptimizerConfig, RunConfig
 from shoal.spec.layout import Layout
 
 
@@ -31,15 +32,38 @@ def test_an_error_has_no_frame_and_no_colours_even_on_a_terminal(monkeypatch: py
         (["--beta", "1"], "Perhaps you meant: --optimizer.betas, --optimizer.sensitivity-beta"),
         (["--data.path", "x"], "Perhaps you meant: --data.paths, --data.chat"),  # a flag with two names
         (["--lr", "1"], "Perhaps you meant: --optimizer.learning-rate"),
-        (["--optimizer.lr", "1", "--data.files=x"], "Perhaps you meant: --optimizer.learning-rate, --data.paths"),
         (["--data.micro-batch", "1"], "Perhaps you meant: --parallel.micro-batch"),
-        (["--micro-batch-size=1", "--lr=1"], "Perhaps you meant: --parallel.micro-batch, --optimizer.learning-rate"),
+        (["--vpp", "2"], "Perhaps you meant: --parallel.virtual-stages"),
+        (["--lr-decay-style", "cosine"], "Perhaps you meant: --optimizer.schedule"),  # not a pipeline's
     ],
 )
 def test_of_several_similar_options_only_the_names_are_shown_and_the_same_name_alone(given: list[str], suggested: str):
     with pytest.raises(UsageError) as refused:
         read("shoal train", "", {"parallel": Layout, "optimizer": OptimizerConfig, "data": DataConfig}, {}, given)
     assert str(refused.value).splitlines()[1] == f"  {suggested}"
+
+
+def test_each_of_several_unknown_options_has_its_own_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")  # where the list of the options is wrapped
+    sections = {"parallel": Layout, "optimizer": OptimizerConfig, "data": DataConfig}
+    given = ["--tensor-model-parallel-size=2", "--optimizer.lr", "1", "--parallel.zreo", "1", "--seq-length", "8"]
+    with pytest.raises(UsageError) as refused:
+        read("shoal train", "", sections, {}, given)
+    assert str(refused.value).splitlines()[1:] == [
+        "  For --tensor-model-parallel-size: --parallel.tp",
+        "  For --optimizer.lr: --optimizer.learning-rate",
+        "  For --seq-length: --data.sequence-length",
+        "  Arguments similar to --parallel.zreo: --parallel.zero, --parallel.ep, --parallel.etp",
+        "  For full helptext, run shoal train --help",
+    ]
+
+
+def test_names_of_other_trainers_lead_to_fields_that_exist() -> None:
+    kinds = {name: type(field.default) for name, field in RunConfig.model_fields.items()}
+    fields = {name for kind in kinds.values() for name in kind.model_fields}
+    fields |= {f"{section}.{name}" for section, kind in kinds.items() for name in kind.model_fields}
+    commands = {"microbatches", "--ranks", "--cluster", "--run-folder", "--resume", "--max-tokens"}
+    assert set(USUAL_NAMES) - fields == commands
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from shoal.spec.config import RunConfig
 
 class TrainOptions(Section):
     ranks: PositiveInt | None = None
-    """Processes to start on this machine (default: the layout's number of ranks); must equal pp x dp x tp."""
+    """Processes to start on this machine (default: the layout's number of ranks); must equal pp x
+    dp x cp x tp."""
 
     run_folder: Path | None = None
     """Folder of checkpoints and metrics (default: a new folder under runs/)."""
