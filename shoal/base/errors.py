@@ -35,16 +35,22 @@ def list_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """Return the end of an error message: the nearest allowed name, or all of them.
+    """Return the end of an error message: the nearest allowed name, those that begin with what was given, or all.
 
-    >>> did_you_mean("zreo", ["zero", "tp", "pp"])
+    >>> did_you_mean("ZREO", ["zero", "tp", "pp"])
     "did you mean 'zero'?"
+    >>> did_you_mean("interleaved", ["interleaved-zb", "interleaved-1f1b", "gpipe"])
+    "did you mean 'interleaved-1f1b' or 'interleaved-zb'?"
     >>> did_you_mean("qqq", ["tp", "pp"])
     'allowed: pp, tp'
     """
     allowed = sorted(allowed)
-    near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.6)
-    return f"did you mean '{near[0]}'?" if near else "allowed: " + ", ".join(allowed)
+    names = {name.lower(): name for name in allowed}
+    near = [name for name in names if len(given) > 2 and name.startswith(given.lower())]
+    if not 0 < len(near) <= 3:
+        near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.6)
+    meant = " or ".join(repr(names[name]) for name in near)
+    return f"did you mean {meant}?" if near else "allowed: " + ", ".join(allowed)
 
 
 def from_os_error(error: OSError) -> UsageError:

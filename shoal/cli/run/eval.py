@@ -22,6 +22,9 @@ class EvalOptions(Section):
     data: tuple[str, ...] = ()
     """Text (default: what the run held out)."""
 
+    field: str | None = None
+    """Field of .jsonl and .parquet (default: the run's)."""
+
     tasks: str = ""
     """Tasks or .yaml files of lm-evaluation-harness (comma)."""
 
@@ -75,7 +78,7 @@ def run(options: EvalOptions) -> int:
     reject_unused(options, ["shots"], "without --tasks there are no questions")
     layout = shoal.Layout(**options.model_dump(include=set(LAYOUT)))
     found = shoal.evaluate(
-        options.folder, options.data, layout=layout, sequences=options.limit,
+        options.folder, options.data, field=options.field, layout=layout, sequences=options.limit,
         sequence_length=options.sequence_length, precision=options.precision, device=options.device,
     )
     if options.json_:
@@ -85,12 +88,13 @@ def run(options: EvalOptions) -> int:
     if found.bytes and found.bits_per_byte is not None:
         print(f"bits per byte  {found.bits_per_byte:.6f}")
     size = f", {found.bytes:,} bytes" if found.bytes else ""
-    print(f"predicted      {found.tokens:,} tokens of a text of {found.documents:,} documents{size}")
+    documents = f"{found.documents:,} document{'s' * (found.documents != 1)}"
+    print(f"predicted      {found.tokens:,} tokens of a text of {documents}{size}")
     return 0
 
 
 def _run_tasks(options: EvalOptions) -> int:
-    unused = ["data", "sequence_length", *(name for name in LAYOUT if name not in ("tp", "pp"))]
+    unused = ["data", "field", "sequence_length", *(name for name in LAYOUT if name not in ("tp", "pp"))]
     reject_unused(options, unused, "--tasks has texts of its own, and computes each question on --tp and --pp ranks")
     found = shoal.evaluate_tasks(
         options.folder, options.tasks.split(","), tp=options.tp, pp=options.pp, limit=options.limit,

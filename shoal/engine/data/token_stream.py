@@ -91,7 +91,7 @@ class CacheManifest(_CacheModel):
         documents, size = (sum(getattr(info, name) for info in self.splits.values()) for name in ("documents", "bytes"))
         skipped = sum(info.documents for info in self.skipped.values())
         content = f", {size:,} bytes" if size or not documents else " of token ids"
-        lines = [f"{self.corpus}: {documents:,} documents{content}; skipped {skipped:,}"]
+        lines = [f"{self.corpus}: {documents:,} document{'s' * (documents != 1)}{content}; skipped {skipped:,}"]
         for reason, info in sorted(self.skipped.items()):
             lines.append(f"  {info.documents:,} {reason}" + (f"; the first: {info.first}" if info.first else ""))
         return lines

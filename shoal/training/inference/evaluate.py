@@ -34,12 +34,15 @@ class Evaluation:
     bytes: int | None
 
 
-def choose_text(source: ModelSource, data: tuple[str, ...], sequence_length: int | None) -> DataConfig:
+def choose_text(
+    source: ModelSource, data: tuple[str, ...], sequence_length: int | None, field: str | None = None
+) -> DataConfig:
     """Return the data section of an evaluation: the given files, or the documents that a run held out.
 
     Args:
         data: files, folders or globs; () is the run's own validation split.
         sequence_length: tokens per sequence (default: the run's).
+        field: field of the files with the text (default: the run's).
 
     Raises:
         UsageError: no text is given and the model has none of its own, or the sequences are too long for it.
@@ -50,8 +53,12 @@ def choose_text(source: ModelSource, data: tuple[str, ...], sequence_length: int
         raise UsageError(f"--sequence-length {length}: the model has positions for {shape.max_sequence} tokens.")
     if not data and (not source.is_run or config.reads == "synthetic"):
         raise UsageError("this model comes without a text.\n  Name one: --data PATH.")
+    if field is not None and not data:
+        raise UsageError(f"--field {field}: the run's own text has its field already.\n  Name another: --data PATH.")
     text = config.select_files(data) if data else config
-    return text.model_copy(update={"sequence_length": length, "sampler": "even"})
+    return text.model_copy(
+        update={"sequence_length": length, "sampler": "even"} | ({"field": field} if field is not None else {})
+    )
 
 
 def evaluate_on_rank(source: ModelSource, config: RunConfig, sequences: int | None) -> Evaluation:

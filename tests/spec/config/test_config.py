@@ -122,7 +122,7 @@ def test_a_config_cannot_be_changed():
         ("[checkpoint]\nxyz = 2", "there is no key 'checkpoint.xyz'; allowed: asynchronous, every, folder, keep"),
         ("[parallel]\ntp = 0", "parallel.tp = 0: input should be greater than 0"),
         ("[parallel]\nzero = 4", "parallel.zero = 4: input should be 0, 1, 2 or 3"),
-        ("[parallel]\nschedule = 'zb-h'", "'zb-h': there is no such schedule; did you mean 'zb-h2'?"),
+        ("[parallel]\nschedule = 'zb-h'", "'zb-h': there is no such schedule; did you mean 'zb-h1' or 'zb-h2'?"),
         ("[train]\nsteps = 'many'", "train.steps = 'many': input should be a valid integer"),
         ("[train]\nsteps = 1.5", "train.steps = 1.5: input should be a valid integer"),
         ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan: input should be a finite number"),

@@ -113,6 +113,17 @@ def test_sequences_past_the_end_have_no_targets(run, tmp_path):
     assert samples.samples == 2 and (batch.targets != IGNORE).sum(1).tolist() == [32, 8, 0, 0]
 
 
+def test_json_lines_with_another_field_are_read(run, tmp_path, capsys):
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps({"content": "one fish, two fish, red fish"}) + "\n")
+    with pytest.raises(UsageError, match=r"no field .text. \(data.field\); allowed: content"):
+        shoal.evaluate(run, file)
+    assert main(["eval", str(run), "--data", str(file), "--field", "content"]) == 0
+    assert capsys.readouterr().out.endswith(" of a text of 1 document, 28 bytes\n")
+    with pytest.raises(UsageError, match="--field content: the run's own text has its field already"):
+        shoal.evaluate(run, field="content")
+
+
 def test_an_exported_model_has_the_same_loss(run, texts, tmp_path):
     shoal.export_hf(run, tmp_path / "model")
     text = [texts[0] / "held-out.jsonl"]
