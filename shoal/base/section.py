@@ -105,7 +105,8 @@ def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str
             return f"there is no key '{dotted}'; ", f"did you mean '{' or '.join(elsewhere)}'?"
         for key in keys[:-1]:
             section = section.model_fields[key].annotation if hasattr(section, "model_fields") else get_args(section)[1]
-        return f"there is no key '{dotted}'; ", did_you_mean(keys[-1], section.model_fields)
+        known = next((name for name in list_usual(keys[-1]) if name in section.model_fields), keys[-1])
+        return f"there is no key '{dotted}'; ", did_you_mean(known, section.model_fields)
     what = "input should be a table" if error["type"] == "model_type" else error["msg"].removeprefix("Value error, ")
     of_table = error["type"] in ("missing", "value_error") and isinstance(error["input"], dict)  # several keys
     given = "" if of_table else f" = {truncate(error['input'])}"

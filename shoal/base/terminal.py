@@ -8,8 +8,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -30,6 +32,24 @@ def printable(text: str) -> str:
     'red \\\\x1b[31m, and back \\\\u202eto front'
     """
     return text if text.isascii() and text.isprintable() else UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def wrap_lines(lines: Iterable[str]) -> list[str]:
+    """Wrap lines between words to the width of the terminal, indented below their last column; elsewhere as they are.
+
+    A column begins after two spaces. The next lines of a text without columns are indented by two spaces.
+    """
+    if not sys.stdout.isatty():
+        return list(lines)
+    width, wrapped = get_terminal_size().columns, list[str]()
+    for line in lines:
+        if len(line) <= width:
+            wrapped.append(line)
+            continue
+        columns = [found.end() for found in re.finditer(" {2,}", line[: 2 * width // 3])]
+        indent = " " * max([2, *columns])
+        wrapped += wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped
 
 
 def warn(text: str) -> None:

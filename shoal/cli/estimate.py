@@ -11,6 +11,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 import shoal
 from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
+from shoal.base.terminal import wrap_lines
 from shoal.cli.arguments import is_given, parse_run, split_run_file
 from shoal.cli.commands import COMMANDS
 from shoal.report.planning.estimate_lines import change_rows, estimate_facts, estimate_lines
@@ -75,7 +76,7 @@ def main(args: list[str]) -> int:
         from shoal.report.planning.sweep_report import sweep_lines  # slow import
 
         run["software"] = options.software
-        print(*sweep_lines(options.sweep, config.parallel, run, name, options.out), sep="\n")
+        print(*wrap_lines(sweep_lines(options.sweep, config.parallel, run, name, options.out)), sep="\n")
         return 0
     if options.dry_run:
         return _count(options, config.parallel, run)
@@ -105,17 +106,17 @@ def _estimate_own(options: EstimateOptions, config: shoal.RunConfig) -> int:
     """Count a module of one's own, and price it."""
     if options.dry_run:
         how = options.model_dump(include={*COUNTING})
-        print(*shoal.dry_run_own_model(config, options.cluster, **how).lines(), sep="\n")
+        print(*wrap_lines(shoal.dry_run_own_model(config, options.cluster, **how).lines()), sep="\n")
         return 0
     estimated = shoal.estimate_own_model(config, options.cluster)
-    print(dumps(list_own_values(estimated)) if options.json_ else "\n".join(estimated.lines()))
+    print(dumps(list_own_values(estimated)) if options.json_ else "\n".join(wrap_lines(estimated.lines())))
     return 0 if estimated.fits else 1
 
 
 def _count(options: EstimateOptions, layout: shoal.Layout, run: dict[str, Any]) -> int:
     """Run the real code of one rank on fake tensors."""
     counted = shoal.dry_run(layout, **run, **options.model_dump(include={*COUNTING}))
-    listed = list(counted.lines())
+    listed = wrap_lines(counted.lines())
     if options.out:
         from shoal.report.planning.estimate_page import write_memory_page  # slow import
 
@@ -142,5 +143,7 @@ def _report(options: EstimateOptions, name: str, estimate: shoal.Estimate, steps
         listed.append(f"written: {options.out}")
     if options.json_:
         listed = [dumps(list_estimate_values(name, estimate, training))]
+    else:
+        listed = wrap_lines(listed)
     print("\n".join(listed))  # after the file: `| head` may end this process
     return 0 if estimate.fits else 1

@@ -10,6 +10,7 @@ import shoal
 from shoal.base.files import check_writable, write_atomically
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
+from shoal.base.terminal import wrap_lines
 from shoal.base.units import HOUR, parse_counts
 from shoal.report.planning.goodput_report import goodput_figure, goodput_lines
 
@@ -79,7 +80,7 @@ def run(options: GoodputOptions) -> int:
         name: [shoal.goodput(devices, restart=restart, **given) for devices in counts]
         for name, restart in kinds.items()
     }
-    print("\n\n".join("\n".join(goodput_lines(found)) for found in forecasts.values()))
+    print("\n\n".join("\n".join(wrap_lines(goodput_lines(found))) for found in forecasts.values()))
     if options.out:
         jobs = {name: [forecast.job for forecast in found] for name, found in forecasts.items()}
         write_atomically(options.out, goodput_figure(jobs, options.seed))

@@ -69,6 +69,7 @@ def _run(args: list[str]) -> int:
     from shoal.base.options import parse
     from shoal.cli.arguments import parse_run, refuse_model_name, split_run_file
     from shoal.spec.config.run import rename_option
+    from shoal.spec.run_options import join_fixed
 
     words = [rename_option(word) for word in words]
     function = getattr(import_module(command.module), command.function)
@@ -82,6 +83,8 @@ def _run(args: list[str]) -> int:
                 own = " One of your own is a table of --catalog." if "catalog" in takes["options"].model_fields else ""
                 raise UsageError(f"{words[0]}: shoal {name} reads no config of a run."
                                  f"\n  Name a model with --model.{own}")
+        if "fix" in takes["options"].model_fields:
+            words = join_fixed(words)
         file, words = split_run_file(words) if "file" in takes else (None, words)
         options = parse(f"shoal {name}", takes["options"], words, description=command.help)
         return function(options, file) if file else function(options)

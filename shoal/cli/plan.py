@@ -12,6 +12,7 @@ import shoal
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, read_toml, write_atomically
 from shoal.base.options import reject_unused
+from shoal.base.terminal import wrap_lines
 from shoal.base.units import parse_counts
 from shoal.report.planning import questions, tables
 from shoal.report.planning.values import list_plan_values
@@ -99,7 +100,7 @@ def run(options: PlanOptions, file: Path | None = None) -> int:
         lines, answered = questions.map_models(planners, parse_counts(options.map, where="--map"), options.out), True
     else:
         lines, answered = questions.answer(planners[0], asked[0], limits)
-    print("\n".join(lines))
+    print("\n".join(wrap_lines(lines)))
     return 0 if answered else 1
 
 

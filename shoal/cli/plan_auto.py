@@ -9,6 +9,7 @@ from pydantic import PositiveInt
 import shoal
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
+from shoal.base.terminal import wrap_lines
 
 
 class AutoOptions(Section):
@@ -78,7 +79,7 @@ def run(options: AutoOptions) -> int:
     if isinstance(found, str):
         print(found)
         return 1
-    listed = listing.lines(options.module or options.model, options.precision, options.microbatches, found)
+    listed = wrap_lines(listing.lines(options.module or options.model, options.precision, options.microbatches, found))
     if shape is not None and machine.size > 1:
         batch = options.micro_batch * options.microbatches
         layout = [*listing.for_train(

@@ -13,6 +13,7 @@ import shoal
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
+from shoal.base.terminal import wrap_lines
 from shoal.cli.simulate_options import SimulateOptions
 from shoal.report.timeline.schedules import list_schedule_values, schedule_chart, schedule_lines, write_schedule
 from shoal.report.timeline.terminal import show
@@ -57,7 +58,7 @@ def run(options: SimulateOptions) -> int:
         print(dumps({"schedules": list_schedule_values(played)}))
     else:
         show(Console(), charts)
-        for line in schedule_lines(played):
+        for line in wrap_lines(schedule_lines(played)):
             print(line)
     if options.out and not schedule:
         columns = played[0].timeline.columns

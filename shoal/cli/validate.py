@@ -9,6 +9,7 @@ import shoal
 from shoal.base.files import check_writable
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
+from shoal.base.terminal import wrap_lines
 from shoal.labs.validate.fit import find_at_bounds
 from shoal.labs.validate.published_layouts import layout_lines
 from shoal.labs.validate.tables import score_lines, write_page
@@ -46,7 +47,7 @@ def run(options: ValidateOptions) -> int:
     if options.fit:
         found.write_constants(options.fit)
         print(f"written: {options.fit}", *find_at_bounds(found.constants, found.points), sep="\n  ")
-    print("\n".join(score_lines(found, options.worst)))
+    print("\n".join(wrap_lines(score_lines(found, options.worst))))
     if options.out:
         write_page(options.out, found.scored, sum(found.left.values()))
         print(f"written: {options.out}")

@@ -46,17 +46,39 @@ def text_table(
 
 
 def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: int | None = None) -> list[str]:
-    """Format a table as lines of text. On a terminal, wide columns wrap to its width.
+    """Format a table as lines of text. On a terminal, wide columns and all headings wrap to its width.
 
     Args:
         right: index of the first column to align to the right; None for none.
     """
     words = range(len(headings) if right is None else right)
     width = get_terminal_size().columns - 1 if sys.stdout.isatty() else UNLIMITED
+    rows = [*rows]
+    for gap in (2, 1):
+        table, widths = text_table(headings, rows, words=words, gap=gap), _fit_columns(headings, rows, width, gap)
+        if widths:
+            break
+    for column, fitted in zip(table.columns, widths, strict=False):
+        column.width = fitted
     output = StringIO()
+    width = width if widths else UNLIMITED
     console = Console(file=output, width=width, color_system=None, force_terminal=False, force_jupyter=False)
-    console.print(text_table(headings, rows, words=words))
+    console.print(table)
     return [line.rstrip() for line in output.getvalue().splitlines()]
+
+
+def _fit_columns(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, gap: int) -> list[int]:
+    """Return widths of columns in which all text wraps between words only; [] if they need more than ``width``.
+
+    The narrowest columns grow first, so that numbers keep their units beside them.
+    """
+    columns = list(zip(headings, *filter(None, rows), strict=True))
+    longest = [max(map(len, column)) for column in columns]
+    widths = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    while (spare := width - sum(widths) - gap * len(widths)) > 0 and widths != longest:
+        _, narrowest = min((size, i) for i, size in enumerate(widths) if size < longest[i])
+        widths[narrowest] += 1
+    return widths if spare >= 0 else []
 
 
 def html_table(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from pydantic import PositiveFloat, PositiveInt
 
+from shoal.base.errors import UsageError
 from shoal.base.section import Section
 
 
@@ -37,3 +40,26 @@ class RunOptions(Section):
 
     price: PositiveFloat | None = None
     """Price in dollars per accelerator and hour (default: the catalog's list price)."""
+
+
+def join_fixed(args: list[str]) -> list[str]:
+    """Join the values of several options ``--fix`` into one.
+
+    Raises:
+        UsageError: a field of the layout is an option, as in other commands.
+
+    >>> join_fixed(["--fix", "tp=8", "--toml", "run.toml", "--fix=pp=2"])
+    ['--toml', 'run.toml', '--fix=tp=8,pp=2']
+    """
+    others, fixed, words = list[str](), list[str](), iter(args)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option.startswith("--parallel."):
+            field = option.removeprefix("--parallel.").replace("-", "_")
+            raise UsageError(f"{option}: shoal plan searches for the layout.\n  Fix a field of it with --fix "
+                             f"{field}={value if equals else next(words, 'true')}.")
+        if option == "--fix" and (given := [value] if equals else list(islice(words, 1))):
+            fixed += given
+        else:
+            others.append(word)
+    return [*others, f"--fix={','.join(fixed)}"] if fixed else others

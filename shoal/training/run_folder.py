@@ -163,9 +163,11 @@ def is_free(folder: Path) -> bool:
 
 
 def taken(folder: Path) -> UsageError:
+    """Return the error about a run folder that another run, or something else, has taken."""
+    remedy = f"Continue that run with --resume {folder}, or name" if (folder / RUN_FILE).is_file() else "Name"
     return UsageError(
         f"--run-folder {folder} exists already, and a run never overwrites files that it did not make."
-        f"\n  Continue that run with --resume {folder}, or name another folder."
+        f"\n  {remedy} another folder."
     )
 
 

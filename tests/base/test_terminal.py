@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.base.terminal import outlive_readers
+from shoal.base.terminal import outlive_readers, wrap_lines
 from shoal.training.records.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +22,15 @@ for number in range(3):
     sys.stdin.readline()
 print("it came to its end", file=sys.stderr)
 """
+
+
+def test_long_lines_are_wrapped_below_their_last_column_on_a_terminal_only(monkeypatch):
+    lines = ["  step   18.9 s; 80 % interval", "a text without columns", "", "short  x"]
+    assert wrap_lines(lines) == lines
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "18")
+    assert wrap_lines(lines) == [
+        "  step   18.9 s;", "         80 %", "         interval", "a text without", "  columns", "", "short  x"]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

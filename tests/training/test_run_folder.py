@@ -58,7 +58,7 @@ def test_of_two_starts_into_one_folder_the_second_is_refused(tmp_path, monkeypat
 
     original = run_folder.save_config
     monkeypatch.setattr(run_folder, "save_config", save)
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match=r"exists already[^\n]*\n  Continue that run with --resume"):
         new_run(RunConfig(), folder)
     assert load_config(folder / RUN_FILE) == first
 

@@ -11,7 +11,7 @@ from typing import Any
 import tomli_w
 
 from shoal.base.errors import UsageError
-from shoal.base.terminal import progress_bar, red
+from shoal.base.terminal import progress_bar, red, wrap_lines
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.estimable import model_section
@@ -74,7 +74,7 @@ def lines(
         f"{len(plan.players)} programs, {plan.played:,} layouts simulated"
         if plan.players else f"{plan.played:,} layouts of {run.software.name} priced"
     )
-    return [
+    text = [
         *head, *table_lines(["", "step", "MFU", "memory", "layout", "against the recommended"], rows), "",
         f"80 % intervals of the recommended: step {low} to {high}, memory {least} to {most}. Steps within "
         f"{100 * TIE:.0f} % of each other are ties; of these the simplest is recommended.",
@@ -82,8 +82,8 @@ def lines(
         *nearby_lines(plan), "",
         *(f"{name}: {value}" for name, value in training_facts(run, training)), "",
         f"{searched}: {plan.seconds:.1f} s",
-        "", heading, "", *config,
     ]
+    return [*wrap_lines(text), "", heading, "", *config]
 
 
 def config_lines(

@@ -81,7 +81,7 @@ def test_a_folder_that_exists_is_refused_and_not_touched(base_config, tmp_path, 
     (tmp_path / "notes.txt").write_text("mine")
     assert main(["train", str(base_config), "--run-folder", str(tmp_path)]) == 2
     said = capfd.readouterr().err
-    assert f"--run-folder {tmp_path} exists already" in said and f"--resume {tmp_path}" in said
+    assert f"--run-folder {tmp_path} exists already" in said and "\n  Name another folder.\n" in said
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert (tmp_path / "notes.txt").read_text() == "mine"
 

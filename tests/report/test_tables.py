@@ -1,0 +1,30 @@
+"""Tables of text: as wide as a terminal, in whole words."""
+
+import sys
+
+import pytest
+
+from shoal.report.tables import table_lines
+
+HEADINGS = ("devices", "fails every", "layout")
+ROWS = [("1,024", "54.2 min", "dp 4 (ZeRO-1) x pp 2 (interleaved-zb, 8 stages a rank)"), ("16,384", "3.09 h", "tp 8")]
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60, 80, 200])
+def test_a_table_on_a_terminal_breaks_no_word(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = table_lines(HEADINGS, ROWS)
+    words = " ".join([*HEADINGS, *(cell for row in ROWS for cell in row)]).split()
+    assert sorted(" ".join(lines).split()) == sorted(words)
+    assert max(map(len, lines)) < columns or columns == 30  # which is narrower than one word of each column
+
+
+def test_numbers_keep_their_units_where_there_is_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert "54.2 min" in "\n".join(table_lines(HEADINGS, ROWS))
+
+
+def test_a_table_in_a_file_has_a_line_for_each_row() -> None:
+    assert len(table_lines(HEADINGS, ROWS)) == 1 + len(ROWS)
