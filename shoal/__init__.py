@@ -113,7 +113,9 @@ def __getattr__(name: str) -> Any:
         if name in names:
             value = getattr(import_module(module), name)
             return _make_public(name, value) if isinstance(value, FunctionType) else value
-    raise AttributeError(f"module 'shoal' has no attribute '{name}'; it has {', '.join(__all__)}")
+    from shoal.base.errors import did_you_mean
+
+    raise AttributeError(f"module 'shoal' has no attribute '{name}'; {did_you_mean(name, __all__)}")
 
 
 @cache

@@ -168,7 +168,7 @@ CASES = {
     "a vocabulary too small": option("--model.vocab", "100", says="model.vocab = 100 is smaller than the tokenizer's"),
     # ---- folders
     "a folder that holds something": Bad(
-        lambda p: ["train", p.toml, "--run-folder", p.corpus], ("exists already", "--resume")),
+        lambda p: ["train", p.toml, "--run-folder", p.corpus], ("exists already", "Name another folder")),
     "a folder in a file's place": Bad(
         lambda p: ["train", p.toml, "--run-folder", p.toml / "run"], ("cannot be written: Not a directory",)),
     "checkpoints in a file's place": Bad(

@@ -11,12 +11,17 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.usual_names import list_usual
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)  # which pydantic does not export
 
 T = TypeVar("T", bound=BaseModel)
 Each = TypeVar("Each")
@@ -28,8 +33,22 @@ SHOWN = 80  # characters shown of a wrong value
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class Section(BaseModel):
-    """Base class of sections: immutable, with unknown keys rejected. The docstring below a field describes it."""
+class _Explaining(ModelMetaclass):
+    """Metaclass whose classes raise a `UsageError` with a line for each wrong value, where pydantic raises its own."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except ValidationError as error:
+            raise UsageError("\n".join(_list_errors(cls, error, cls.__name__, ()))) from None
+
+
+class Section(BaseModel, metaclass=_Explaining):
+    """Base class of sections: immutable, with unknown keys rejected. The docstring below a field describes it.
+
+    Raises:
+        UsageError: a line for each unknown key and each bad value, as `validate` raises; ``tp="2"`` is a number here.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
@@ -59,16 +78,19 @@ def validate(section: type[T], values: dict[str, Any], *, source: str, prefix: s
     try:  # strict, via JSON, where a list may represent a tuple and a string a path
         return section.model_validate_json(json.dumps(values, default=_as_json), strict=True)
     except ValidationError as error:
-        found: dict[str, list[str]] = {}
-        errors = error.errors()
-        items = {each["loc"][:-1] for each in errors}
-        for each in errors:
-            if each["type"] == "too_short" and each["loc"] in items:
-                continue  # pydantic counts only the items that are right
-            start, what = _explain(section, each, outer)
-            found.setdefault(start, []).append(what)  # a field with several types has one message for each
-        lines = [f"{source}: {start}{', or '.join(dict.fromkeys(whats))}" for start, whats in found.items()]
-        raise UsageError("\n".join(lines)) from None
+        raise UsageError("\n".join(_list_errors(section, error, source, outer))) from None
+
+
+def _list_errors(section: Any, error: ValidationError, source: str, outer: tuple[str, ...]) -> Iterator[str]:
+    found: dict[str, list[str]] = {}
+    errors = error.errors()
+    items = {each["loc"][:-1] for each in errors}
+    for each in errors:
+        if each["type"] == "too_short" and each["loc"] in items:
+            continue  # pydantic counts only the items that are right
+        start, what = _explain(section, each, outer)
+        found.setdefault(start, []).append(what)  # a field with several types has one message for each
+    return (f"{source}: {start}{', or '.join(dict.fromkeys(whats))}" for start, whats in found.items())
 
 
 def _precheck(values: Any, keys: tuple[str, ...]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from shoal.spec.catalog.models import Width
 NEEDED = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_sequence", "tied")
 """Fields that together give a model that is not in the catalog."""
 
-P = TypeVar("P", bound=BaseModel)
+P = TypeVar("P", bound=Section)
 
 _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # default number of experts per token of these gates
 

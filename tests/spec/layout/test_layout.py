@@ -6,7 +6,6 @@ import re
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from shoal.base.errors import UsageError
 from shoal.spec.catalog import ModelShape, model_shape
@@ -225,13 +224,18 @@ def test_fewer_microbatches_than_stages_is_slow_but_right():
 @pytest.mark.parametrize("field", ["dp", "tp", "pp", "micro_batch", "zero_shard", "bucket_mb"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_are_positive(field, value):
-    with pytest.raises(ValidationError, match="greater than 0"):
+    with pytest.raises(UsageError, match=f"Layout: {field} = {value}: input should be greater than 0"):
         Layout(**{field: value})
+
+
+def test_a_keyword_of_another_trainer_leads_to_the_field():
+    with pytest.raises(UsageError, match="Layout: there is no key 'tensor_parallel_degree'; did you mean 'tp'"):
+        Layout(tensor_parallel_degree=2)
 
 
 @pytest.mark.parametrize("wrong", [{"zero": 4}, {"schedule": "1f1bb"}, {"recompute": "some"}, {"bucket_mb": math.inf}])
 def test_choices_are_closed(wrong):
-    with pytest.raises(ValidationError):
+    with pytest.raises(UsageError, match=f"Layout: {next(iter(wrong))} = "):
         Layout(**wrong)
 
 
