@@ -139,7 +139,7 @@ def _report(options: EstimateOptions, name: str, estimate: shoal.Estimate, steps
     if options.out:
         from shoal.report.planning.estimate_page import write_page  # slow import
 
-        write_page(options.out, estimate, facts, changes, name)
+        write_page(options.out, estimate, facts, changes, name, training.tokens)
         listed.append(f"written: {options.out}")
     if options.json_:
         listed = [dumps(list_estimate_values(name, estimate, training))]

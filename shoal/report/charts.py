@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from shoal.report.timeline.palette import FAINT, INK, ink
+from shoal.report.timeline.palette import FAINT, GROUND, INK, ink
 
 Points = Sequence[tuple[float, float]]
 Axis = tuple[str, Callable[[float], str]]
@@ -60,7 +60,7 @@ def to_svg(figure: Figure, *, inline: bool = False, title: str = "") -> str:
     """Return the figure as an SVG element.
 
     Args:
-        inline: for use in a page: without a background, and in the page's own text colour.
+        inline: for use in a page: without a background, and in the page's own colours of text and ground.
         title: accessible name.
     """
     file = io.StringIO()
@@ -68,7 +68,10 @@ def to_svg(figure: Figure, *, inline: bool = False, title: str = "") -> str:
     named = f'<svg role="img" aria-label="{escape(title)}" ' if title else "<svg "
     text = file.getvalue().replace("<svg ", named, 1).replace(" \n", " ")  # a path in one line, not one a point
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    return text.replace(INK, "currentColor").replace(FAINT, "currentColor") if inline else text
+    colours = {INK: "currentColor", FAINT: "currentColor", GROUND: "var(--ground)"} if inline else {}
+    for colour, own in colours.items():
+        text = text.replace(colour, own)
+    return text
 
 
 @styled
@@ -102,7 +105,7 @@ def draw_lines(
         colour, line = (FAINT, "--") if name in dashed else (next(colours), "-")
         axes.plot(*zip(*points, strict=True), line, color=colour, marker="o" if dots else "", label=name)
     for at, height, label in marks:
-        axes.plot([at], [height], "o", color=INK, markerfacecolor="white")
+        axes.plot([at], [height], "o", color=INK, markerfacecolor=GROUND)
         axes.annotate(label, (at, height), xytext=(0, 7), textcoords="offset points", ha="center", weight="bold")
     if from_zero:
         axes.set_ylim(bottom=0)
@@ -171,7 +174,7 @@ def draw_bars(
         if any(part):
             axes.barh(rows, part, left=begin, height=0.7, color=next(colours), label=name)
             begin = [a + b for a, b in zip(begin, part, strict=True)]
-    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1} if limit else None  # the limit may cross the text
+    behind = {"facecolor": GROUND, "edgecolor": "none", "pad": 1} if limit else None  # the limit may cross the text
     for row, (end, text) in enumerate(zip(begin, ends, strict=True)):
         axes.annotate(text, (end, row), xytext=(4, 0), textcoords="offset points", va="center", bbox=behind)
     if limit:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -67,7 +69,7 @@ def page(title: str, lead: str, parts: Sequence[Fragment | str], *, policy: str 
         f"<header><h1>{escape(title)}</h1>",
         f'<p class="lead">{escape(lead)}</p></header>',
         "<main>",
-        *(part.html if isinstance(part, Fragment) else part for part in parts),
+        *map(_markup, parts),
         "</main>",
         "<footer>Made by shoal.</footer>",
         *(f"<script>\n{asset(name)}</script>" for name in scripts),
@@ -75,6 +77,16 @@ def page(title: str, lead: str, parts: Sequence[Fragment | str], *, policy: str 
         "</html>",
         "",
     ])
+
+
+def _markup(part: Fragment | str) -> str:
+    text = part.html if isinstance(part, Fragment) else part
+    return f'<div class="scroll">{text}</div>' if text.startswith("<svg") else text  # wider than a phone
+
+
+def command() -> str:
+    """Return the markup of the command that made the page."""
+    return f"<h2>Command</h2><pre>{escape(shlex.join(['shoal', *sys.argv[1:]]))}</pre>"
 
 
 def json_script(name: str, values: Any) -> str:

@@ -1,8 +1,11 @@
 """The command estimate: what it prints, reads and refuses."""
 
+import re
 import subprocess
 import sys
-from html import escape
+import tomllib
+from datetime import date
+from html import escape, unescape
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from shoal.engine.data.tokenizer import train_bpe
 from shoal.planning.describe import describe_run
 from shoal.planning.estimate import Estimate
 from shoal.spec.config import build_config
+from shoal.spec.layout import Layout
 
 
 @pytest.mark.parametrize("words", ["--parallel.dp 1", "--parallel.dp=1", "FILE"])
@@ -32,10 +36,22 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     html = page.read_text()
     assert html.count("<svg") == 3 and "ridge 295 FLOPs/byte" in html
     (bound,) = (line for line in said.splitlines() if line.startswith("Does not fit"))
-    assert f"<p>{escape(bound)}</p>" in html
+    assert html.index(f"<p class=alarm>{escape(bound)}</p>") < html.index("<table>")  # what does not fit is said first
     assert "http-equiv" in html and "<script src" not in html
     assert "<h1>Estimate of llama-3-70b</h1>" in html and "<td>memory of the fullest rank</td>" in html
     assert main(["estimate", "--cluster", "8xH101"]) == 2
+
+
+def test_a_page_states_the_run_that_it_estimates(tmp_path: Path) -> None:
+    """Also fields of the layout that no search varies."""
+    page = tmp_path / "page.html"
+    layout = "--parallel.dp 8 --parallel.zero 3 --parallel.prefetch 2 --parallel.bucket-mb 40"
+    assert main(["estimate", "--model", "llama-3-8b", "--cluster", "8xH100", *layout.split(), "--out", str(page)]) == 0
+    html = page.read_text()
+    assert "<p class=alarm>" not in html and "<h2>Command</h2>" in html and str(date.today()) in html
+    (text,) = re.findall("<h2>The layout, for shoal train</h2><pre>(.*?)</pre>", html, re.DOTALL)
+    config = build_config(tomllib.loads(unescape(text)))
+    assert config.parallel == Layout(dp=8, zero=3, prefetch=2, bucket_mb=40) and config.model.name == "llama-3-8b"
 
 
 def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:

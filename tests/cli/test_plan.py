@@ -14,6 +14,7 @@ from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace, check_fixed
 from shoal.report.tables import table_lines
+from shoal.report.timeline.palette import GROUND
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.config import RunConfig, load_config
@@ -45,6 +46,7 @@ def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.Captu
     assert config.parallel.pp == 4 and config.parallel.schedule == "interleaved-1f1b"
     html = page.read_text()
     assert html.count("<svg") == 2 and "<script src" not in html
+    assert "fill: var(--ground)" in html and GROUND not in html  # behind text, of a dark page too
     assert "<h2>Command</h2>" in html and "interleaved-1f1b&quot;" in html
 
 

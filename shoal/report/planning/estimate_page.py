@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from html import escape
 from itertools import accumulate
 from pathlib import Path
@@ -14,8 +15,9 @@ from shoal.planning.cost.roofline import OperationCost, matrix_product
 from shoal.planning.estimate import Estimate, StepEstimate
 from shoal.planning.run import KINDS
 from shoal.report.charts import PAGE_WIDTH, draw_lines, new_figure, stacked_bars, styled, to_svg
-from shoal.report.page import page
+from shoal.report.page import command, page
 from shoal.report.planning.estimate_lines import ROUNDING, bound
+from shoal.report.planning.tables import layout_lines
 from shoal.report.tables import html_table
 from shoal.report.timeline.palette import FAINT
 
@@ -26,25 +28,32 @@ KEPT, PEAK, MEASURED = "#4a7fc1", "#b9cde8", "#cb5a3c"
 
 
 def write_page(
-    path: Path, estimate: StepEstimate, facts: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]], model: str
-) -> None:
-    """Write the page of an estimate as one file, given `estimate_facts` and `change_rows`."""
+    path: Path, estimate: StepEstimate, facts: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]],
+    model: str, tokens: float,
+) -> None:  # fmt: skip
+    """Write the page of an estimate as one file, given `estimate_facts`, `change_rows` and the tokens of the complete
+    training."""
     run, memory = estimate.run, estimate.memory
     held = [(f"pp {rank}", list(vars(each).values()), "") for rank, each in enumerate(memory)]
     limit = estimate.capacity, f"{show_bytes(estimate.capacity)} of a device"
     least = ROUNDING * estimate.step_seconds
     times = {name: seconds for name, seconds in estimate.breakdown.items() if seconds > least}
     spent = [f"{name} {show_seconds(seconds)}" for name, seconds in times.items()]
-    lead = (f"{run.precision}, {run.optimizer}; {run.cluster.describe()}; {run.layout.describe()}; "
-            f"{run.global_batch:,} x {run.sequence_length:,} tokens.")
+    lead = (f"{model}, {run.precision}, {run.optimizer}; {run.cluster.describe()}; {run.layout.describe()}; "
+            f"{run.global_batch:,} sequences of {run.sequence_length:,} tokens a step; {date.today()}.")
+    verdict = [f"<p{'' if estimate.fits else ' class=alarm'}>{escape(bound(estimate))}</p>",
+               f"<div class=names>{html_table(changes)}</div>"]
+    heading, *config = layout_lines(model, run, tokens, "The layout")
     parts = [
+        *(verdict if not estimate.fits else ()),
         f"<div class=wrap>{html_table(facts)}</div>",
         "<h2>Memory of each pipeline rank</h2>",
         stacked_bars(list(vars(memory[0])), held, limit),
-        "<h2>One step of the busiest</h2>",
+        "<h2>One step, on the busiest pipeline rank</h2>",
         stacked_bars(spent, [("", list(times.values()), "")]),
         *(("<h2>Roofline</h2>", roofline(estimate)) if isinstance(estimate, Estimate) else ()),
-        "<h2>What bounds it, and what to change</h2>", f"<p>{escape(bound(estimate))}</p>", html_table(changes),
+        *(("<h2>What bounds it, and what to change</h2>", *verdict) if estimate.fits else ()),
+        f"<h2>{escape(heading.rstrip(':'))}</h2><pre>{escape(chr(10).join(config))}</pre>", command(),
     ]  # fmt: skip
     write_atomically(path, page(f"Estimate of {model}", lead, parts))
 
@@ -112,10 +121,10 @@ def write_memory_page(path: Path, estimate: Estimate, counted: Counted, measured
     """Write the page of a dry run as one file: memory over a rank's first steps, per action, predicted and measured."""
     rows = [(name, show_bytes(size)) for name, size in counted.held.items() if size]
     layout = estimate.run.layout
-    lead = f"{counted.where} of {layout.world_size:,}; {layout.describe()}; {len(counted.steps)} steps."
+    lead = f"{counted.where} of {layout.world_size:,}; {layout.describe()}; {len(counted.steps)} steps; {date.today()}."
     parts = [
         "<h2>Memory, action by action</h2>", memory_profile(counted, measured),
-        "<h2>Between steps</h2>", html_table(rows),
+        "<h2>Between steps</h2>", html_table(rows), command(),
     ]  # fmt: skip
     write_atomically(path, page("Dry run", lead, parts))
 

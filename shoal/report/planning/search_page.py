@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from html import escape
 from pathlib import Path
@@ -17,8 +16,8 @@ from shoal.planning.full_training import FullTraining
 from shoal.planning.search.plan import Plan
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.report.charts import COLOURS, draw_tiles, new_figure, stacked_bars, to_svg
-from shoal.report.page import page
-from shoal.report.planning.tables import best_mfu, config_lines
+from shoal.report.page import command, page
+from shoal.report.planning.tables import best_mfu, layout_lines
 from shoal.report.tables import html_table
 from shoal.report.timeline.palette import mix
 from shoal.spec.layout import Layout
@@ -41,7 +40,8 @@ def write_page(
     ]
     lead = (f"{model}, {run.precision}, {run.optimizer}; {run.cluster.describe()}; {run.global_batch:,} sequences of "
             f"{run.sequence_length:,} tokens a step; {date.today()}.")  # fmt: skip
-    heading, *config = config_lines(model, plan, training, file)
+    best = replace(run, layout=plan.found.layout)
+    heading, *config = layout_lines(model, best, training.tokens, "The recommended", file)
     text = "\n".join(config)
     parts = [
         "<h2>Time of a step, on the busiest pipeline rank</h2>",
@@ -52,7 +52,7 @@ def write_page(
         "<h2>Comparison with the recommended</h2>",
         html_table(rows, ("layout", "step", "MFU", "memory", "against the recommended")),
         f"<h2>{escape(heading.rstrip(':'))}</h2><pre>{escape(text)}</pre>",
-        f"<h2>Command</h2><pre>shoal {escape(shlex.join(sys.argv[1:]))}</pre>",
+        command(),
     ]  # fmt: skip
     write_atomically(path, page(f"Plan of {model}", lead, parts))
 

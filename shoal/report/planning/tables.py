@@ -20,7 +20,6 @@ from shoal.planning.full_training import FullTraining
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.kinds import TIE
 from shoal.planning.search.plan import Plan, PricedLayout, Progressing
-from shoal.planning.search.space import LEVELS
 from shoal.planning.software_estimate import estimate_run
 from shoal.report.planning.estimate_lines import training_facts
 from shoal.report.planning.other_software import software_lines
@@ -68,7 +67,8 @@ def lines(
     ]  # fmt: skip
     low, high = map(show_seconds, estimates[0].interval)
     least, most = map(show_bytes, estimates[0].memory_interval)
-    heading, *config = config_lines(model, plan, training, file)
+    best = replace(run, layout=plan.found.layout)
+    heading, *config = layout_lines(model, best, training.tokens, "The recommended", file)
     searched = (
         f"{plan.branches - plan.pruned:,} of {plan.branches:,} combinations of mesh, micro-batch and pipeline bounded, "
         f"{len(plan.players)} programs, {plan.played:,} layouts simulated"
@@ -86,18 +86,21 @@ def lines(
     return [*wrap_lines(text), "", heading, "", *config]
 
 
-def config_lines(
-    model: str, plan: Plan, training: FullTraining, file: Mapping[str, Any] | None = None
+def layout_lines(
+    model: str, run: EstimatedRun, tokens: float, what: str, file: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Return a heading, and the recommended layout as config of the software that trains, or why it has none."""
-    run = replace(plan.run, layout=plan.found.layout)
+    """Return a heading, and the layout as config of the software that trains, or why it has none.
+
+    Args:
+        tokens: of the complete training.
+        what: what the layout is, which begins the heading.
+    """
     if run.software.name != "shoal":
-        return list(software_lines(run))
+        return list(software_lines(run, what))
     try:
-        config = run_toml(model, run, run.layout, training.tokens, file)
-        return ["The recommended, for shoal train:", *config.splitlines()]
+        return [f"{what}, for shoal train:", *run_toml(model, run, run.layout, tokens, file).splitlines()]
     except UsageError as error:
-        return ["The recommended:", str(error)]
+        return [f"{what}:", str(error)]
 
 
 def nearby_lines(plan: Plan) -> Iterator[str]:
@@ -187,10 +190,9 @@ def run_toml(
         UsageError: the model is user-defined, and no config produces it.
     """
     defaults = Layout()
-    chosen = {name: getattr(layout, name) for name in LEVELS}
     parallel = {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in chosen.items() if value is not None and value != getattr(defaults, name)
+        for name, value in layout if value is not None and value != getattr(defaults, name)
     }
     steps = {} if tokens is None else {"steps": max(1, round(tokens / run.tokens))}
     found: dict[str, dict[str, Any]] = {

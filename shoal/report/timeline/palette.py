@@ -11,6 +11,7 @@ from typing import NamedTuple
 from shoal.pipeline.program import Op
 
 INK, FAINT, GRID = "#1f2328", "#6b7280", "#e5e7eb"
+GROUND = "#fefefe"  # of text on a chart: a white that no part of a chart has, for pages replace it by their own
 NAMES = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
