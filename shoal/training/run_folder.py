@@ -23,7 +23,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import expanded
 from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, newest, verify
-from shoal.engine.checkpoint.manifest import read_manifest
+from shoal.engine.checkpoint.manifest import list_interrupted, read_manifest
 from shoal.engine.data.chat import TEMPLATE_FILES
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.own.definition import PICKLED
@@ -285,10 +285,12 @@ def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> It
 
 def _check_checkpoint(config: RunConfig, folder: Path) -> None:
     """Require remaining steps, and a state to continue from if the run has ever saved one. The ranks handle damage."""
-    found, kept = newest(get_checkpoint_folder(config, folder)), newest_step(run_dir(folder, config.failover))
+    checkpoints = get_checkpoint_folder(config, folder)
+    found, kept = newest(checkpoints), newest_step(run_dir(folder, config.failover))
     every, logged = config.checkpoint.every, read_metrics(folder)
     done = logged[-1].step if logged else 0
-    if found is None and kept is None and (done >= 2 * every > 0 or done >= config.train.steps):
+    nothing = found is None and kept is None and not list_interrupted(checkpoints)
+    if nothing and (done >= 2 * every > 0 or done >= config.train.steps):
         raise CheckpointError(
             f"--resume {folder}: it holds no good checkpoint, though step {done} was done: they were removed or "
             "could not be saved.\n  Put them back, or start a new run."

@@ -267,6 +267,18 @@ def test_without_its_checkpoints_it_says_so(half, capfd):
     assert contents(half) == before
 
 
+def test_one_that_was_killed_while_it_saved_a_step_again_can_resume(half):
+    *older, path = checkpoints(half).values()
+    shutil.copytree(path, path.with_name(f"set-aside-{path.name}-01234567"))
+    path.rename(path.with_name(f".staging-{path.name}-01234567"))
+    for each in older:
+        shutil.rmtree(each)
+    code, output = shoal("train", "--resume", half, *ONE_RANK)
+    assert code == 0, output
+    assert f"{path.name} was complete when its save was killed" in output
+    assert f"resumed after step {HALF}" in output
+
+
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(corpus, pool, tmp_path, capfd):
     config = small_config(corpus, {"micro_batch": 2}, train={"steps": 3, "validate_every": 0})
     folder = new_run(config, tmp_path / "run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple
@@ -36,6 +37,12 @@ DTYPES = {
 """Dtypes of checkpoints, by their names in the safetensors format."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+UNCOMMITTED = re.compile(r"\.staging-(removed-)?(step-\d{8,})-[0-9a-f]{8}")
+"""Name of a checkpoint before its commit, or (``removed-``) while it is deleted, with its name between the two."""
+
+ASIDE = "set-aside-"
+"""Start of the name of a checkpoint that must not be overwritten, before its own name and a random suffix."""
+
 MOST_BYTES = 256 << 20  # of a manifest: about a million boxes
 
 
@@ -282,6 +289,19 @@ def list_checkpoints(folder: AnyPath) -> list[Committed]:
     return sorted(
         Committed(int(match[1]), path) for match, path in found if match and storage.exists(path / MANIFEST)
     )
+
+
+def list_interrupted(folder: AnyPath) -> list[tuple[AnyPath, AnyPath]]:
+    """Return the complete checkpoints of saves that were killed between setting the old one of their step aside and
+    their commit, each with its path once committed. On a disk only: an object store has no names of before a commit.
+    """
+    names = storage.list_names(folder)
+    found = {  # by step: one is enough
+        match[2]: folder / match[0] for match in map(UNCOMMITTED.fullmatch, names)
+        if match and not match[1] and match[2] not in names
+        and any(name.startswith(f"{ASIDE}{match[2]}-") for name in names)
+    }
+    return [(path, folder / name) for name, path in found.items() if storage.exists(path / MANIFEST)]
 
 
 def newest(folder: AnyPath) -> Committed | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import socket
 import time
@@ -23,11 +22,14 @@ from shoal.engine.checkpoint import storage
 from shoal.engine.checkpoint.background import BackgroundSave
 from shoal.engine.checkpoint.load import verify
 from shoal.engine.checkpoint.manifest import (
+    ASIDE,
     MANIFEST,
     MANIFEST_SUM,
+    UNCOMMITTED,
     CheckpointError,
     RankPart,
     list_checkpoints,
+    list_interrupted,
     merge,
     newest,
     write_manifest,
@@ -39,7 +41,6 @@ from shoal.engine.streams import Mark, SideStream, host_zeros
 LOCK = ".lock"
 SEEN_SECONDS = 10.0  # maximum delay until rank 0 sees another host's files in a shared folder
 ABANDON_SECONDS = 1.0  # for a save in flight after the loss of a rank, whose steps would have to be repeated
-UNCOMMITTED = re.compile(r"\.staging-(removed-)?step-\d{8,}-[0-9a-f]{8}")
 _left: list[torch.Tensor] = []  # staging memory that this process has abandoned, for its next checkpointer
 
 
@@ -282,7 +283,7 @@ class Checkpointer:
         return f"{old} existed already, damaged or with other content; it is kept as {aside.name}.", False
 
     def _set_aside(self, path: AnyPath) -> AnyPath:
-        aside = path.with_name(f"set-aside-{path.name}-{secrets.token_hex(4)}")
+        aside = path.with_name(f"{ASIDE}{path.name}-{secrets.token_hex(4)}")
         storage.rename(path, aside)
         return aside
 
@@ -306,6 +307,9 @@ class Checkpointer:
             check_folder(self._folder, fresh=True)
         try:
             self._hold()
+            for staged, path in () if fresh else list_interrupted(self._folder):
+                storage.rename(staged, path)
+                self._report(f"{path} was complete when its save was killed; it is committed now")
             self._remove_uncommitted()  # left by a killed run
         except UnwritableFolder as error:
             if fresh:

@@ -18,12 +18,12 @@ from tests.engine.checkpoint.cuts import whole
 from tests.trainings.runs import DEADLINE, wait_for
 
 
-def paused_run(folder: Path, function: str, prefix: str) -> None:
-    """A run that stops for ever just before the given call on the file system, and says so by a file."""
-    step, original = 0, getattr(storage, function)
+def paused_run(folder: Path, function: str, prefix: str, steps: tuple[int, ...]) -> None:
+    """A run that stops for ever in its last save, just before the given call on the file system; a file says so."""
+    number, original = 0, getattr(storage, function)
 
     def paused(path: Path, *args: object) -> object:
-        if step == 2 and path.name.startswith(prefix):
+        if number == len(steps) and path.name.startswith(prefix):
             if function == "write":
                 path.write_bytes(b"half")
             Path(folder, "paused").write_text(str(os.getpid()))
@@ -32,18 +32,18 @@ def paused_run(folder: Path, function: str, prefix: str) -> None:
 
     setattr(storage, function, paused)
     checkpointer = Checkpointer(folder, group=None, keep=1, asynchronous=True)
-    for step in (1, 2):
-        checkpointer.save(step, whole({"w": torch.full((4, 4), float(step))}), {})
-        if step == 1:
+    for number, step in enumerate(steps, 1):
+        checkpointer.save(step, whole({"w": torch.full((4, 4), float(number))}), {})
+        if number < len(steps):
             checkpointer.wait()
     checkpointer.close()
 
 
 @contextmanager
-def paused(pool: Pool, folder: Path, function: str, prefix: str) -> Iterator[None]:
+def paused(pool: Pool, folder: Path, function: str, prefix: str, steps: tuple[int, ...] = (1, 2)) -> Iterator[None]:
     """That run in a process of its own, once it has stopped; it is killed when the context ends."""
     with ThreadPoolExecutor(1) as thread:
-        run = thread.submit(pool.run, paused_run, 1, folder, function, prefix, timeout=DEADLINE)
+        run = thread.submit(pool.run, paused_run, 1, folder, function, prefix, steps, timeout=DEADLINE)
         wait_for(lambda: run.done() or ((folder / "paused").exists() and (folder / "paused").read_text()))
         try:
             yield
@@ -82,6 +82,19 @@ def test_a_kill_leaves_a_whole_checkpoint_and_no_torn_one(pool, tmp_path, functi
     resumed.save(2, whole({"w": torch.full((4, 4), 2.0)}), {})
     resumed.close()
     assert list_checkpoints(tmp_path) == [(2, tmp_path / "step-00000002")]
+
+
+def test_a_kill_after_the_old_one_of_the_step_was_set_aside_leaves_the_new_one(pool, tmp_path):
+    with paused(pool, tmp_path, "rename", ".staging-step-00000001", steps=(1, 1)):
+        assert list_checkpoints(tmp_path) == [] and len(list(tmp_path.glob("set-aside-step-00000001-*"))) == 1
+
+    notes: list[str] = []
+    Checkpointer(tmp_path, group=None, keep=1, asynchronous=True, report=notes.append).close()
+    path = tmp_path / "step-00000001"
+    assert notes == [f"{path} was complete when its save was killed; it is committed now"]
+    state = whole({"w": torch.zeros(4, 4)})
+    load(path, state)
+    assert (state["w"][0].tensor == 2).all()
 
 
 def test_two_runs_cannot_save_into_one_folder(pool, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
 from shoal.engine.device import destroy_world
+from shoal.launch import worker_pool
 from shoal.launch.worker_pool import RankError
 from shoal.spec.config import RunConfig, build_config, save_config
 from shoal.spec.sync_methods import COMPRESSED, LOCAL, READ_BY, SERVED, UNSYNCHRONISED
@@ -204,7 +205,8 @@ def dies_among_others(values: dict[str, Any], folder: Path) -> None:
     destroy_world()  # in which two are missing
 
 
-def test_one_may_die_while_the_others_make_groups_without_another(corpus, pool, tmp_path):
+def test_one_may_die_while_the_others_make_groups_without_another(corpus, pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_pool, "GRACE_SECONDS", 60.0)  # the others train on after the first death
     config, folder = config_of(corpus, "sgp", parallel={"dp": 4}, testing={"kill": "1@1"}), tmp_path / "run"
     new_run(config, folder)
     with pytest.raises(RankError) as error:
