@@ -21,7 +21,16 @@ Result = TypeVar("Result")
 WRONG: Any = object()
 """Result of `convert` for a value of another type."""
 
+BOUNDED = {
+    "PositiveInt": "int > 0",
+    "NonNegativeInt": "int >= 0",
+    "PositiveFloat": "float > 0",
+    "NonNegativeFloat": "float >= 0",
+}
+"""How a message shows the types of pydantic with bounds."""
+
 REMEDIES = {
+    "EstimatedRun": "shoal.estimate(...).run is one",
     "RunConfig": 'shoal.load_config("run.toml") reads one',
     "Layout": "such as shoal.Layout(dp=2)",
     "Program": 'such as shoal.build_program(shoal.SCHEDULES["1f1b"], ranks=4, microbatches=8)',
@@ -56,10 +65,12 @@ def check_arguments(function: Callable[P, Result]) -> Callable[P, Result]:
         text = str(parameter.annotation)
         if (found := convert(kinds_of().get(parameter.name, Any), value)) is not WRONG:
             return found
-        given = "" if value is None else f" is of type {type(value).__name__}"
         kinds = text.split(" | ")
+        number = isinstance(value, (int, float)) and not BOUNDED.keys().isdisjoint(kinds)
+        given = "" if value is None or number else f" is of type {type(value).__name__}"
         remedy = next((f": {remedy}" for word, remedy in REMEDIES.items() if word in kinds), "")
-        raise UsageError(f"{called}: {name} = {truncate(value)}{given}.\n  Give {' or '.join(kinds)}{remedy}.")
+        allowed = " or ".join(BOUNDED.get(kind, kind) for kind in kinds)
+        raise UsageError(f"{called}: {name} = {truncate(value)}{given}.\n  Give {allowed}{remedy}.")
 
     @wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> Result:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pydantic import PositiveFloat
+
 from shoal.base.errors import UsageError
 from shoal.base.units import DAY, HOUR
 from shoal.planning.cost.flops import dollars
@@ -47,8 +49,8 @@ class FullTraining(NamedTuple):
 
 
 def train_fully(
-    run: EstimatedRun, step_seconds: float, *, tokens: float | None = None, days: float | None = None,
-    budget: float | None = None, price: float | None = None,
+    run: EstimatedRun, step_seconds: PositiveFloat, *, tokens: PositiveFloat | None = None,
+    days: PositiveFloat | None = None, budget: PositiveFloat | None = None, price: PositiveFloat | None = None,
 ) -> FullTraining:  # fmt: skip
     """Return a complete training, of which at most one of ``tokens``, ``days`` and ``budget`` is given.
 

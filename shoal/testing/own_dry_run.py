@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from pydantic import PositiveInt
 
 from shoal.base.errors import UsageError
 from shoal.base.terminal import progress_bar
@@ -52,8 +53,9 @@ class OwnDryRun:
 
 
 def dry_run_own_model(
-    config: RunConfig, cluster: str | Cluster = "8xH100", *, rank: int = 0, steps: int = 4, measure: bool = False
-) -> OwnDryRun:
+    config: RunConfig, cluster: str | Cluster = "8xH100", *, rank: int = 0, steps: PositiveInt = 4,
+    measure: bool = False,
+) -> OwnDryRun:  # fmt: skip
     """Execute one rank of a run of a model of one's own on fake tensors, and count what it does; see `dry_run`.
 
     Its operators are counted as on the CPU; transfers as by NCCL, or with ``measure`` by gloo.
@@ -79,8 +81,8 @@ def dry_run_own_model(
 def check_ranks(layout: Layout, rank: int, measure: bool) -> None:
     """Raise `UsageError` if a layout has no such rank, or too many to measure."""
     world = layout.world_size
-    if rank >= world:
-        raise UsageError(f"--rank {rank}: {layout.equation()}; ranks are 0 to {world - 1}")
+    if not 0 <= rank < world:
+        raise UsageError(f"--rank {rank}: {layout.equation()}; ranks are 0 to {world - 1}.")
     if measure and world > MOST_RANKS:
         raise UsageError(f"--measure: {world} ranks; at most {MOST_RANKS} are started on one machine.\n  Leave it out.")
 

@@ -57,7 +57,17 @@ def test_all_kinds_of_parameters_are_checked():
     (lambda: shoal.estimate({"dp": 2}), r"estimate: layout = {'dp': 2} is of type dict.\n  Give Layout: such as shoal"),
     (lambda: shoal.LayoutPlanner(cluster=8), "LayoutPlanner: cluster = 8 is of type int.\n  Give str."),
     (lambda: shoal.plan(batch_size=8), "plan: there is no argument 'batch_size'; did you mean 'global_batch'?"),
-    (lambda: shoal.evaluate("none", sequences=0), "evaluate: sequences = 0 is of type int.\n  Give PositiveInt"),
+    (lambda: shoal.evaluate("none", sequences=0), "evaluate: sequences = 0.\n  Give int > 0"),
+    (lambda: shoal.evaluate("none", sequences="0"), "evaluate: sequences = '0' is of type str.\n  Give int > 0"),
+    (lambda: shoal.dry_run(shoal.Layout(), steps=0), "dry_run: steps = 0.\n  Give int > 0"),
+    (lambda: shoal.dry_run(shoal.Layout(dp=2), model="tiny", cluster="2xH100", rank=-1), "--rank -1: .* 0 to 1"),
+    (lambda: shoal.Layout(tp=0), "Layout: tp = 0: input should be greater than 0"),
+    (lambda: shoal.Layout(tpp=2), "Layout: there is no key 'tpp'; did you mean 'tp'?"),
+    (lambda: shoal.ClusterJob(on="slrum", run_folder="a"), "ClusterJob: on = 'slrum': input should be 'slurm', 'k8s'"),
+    (lambda: shoal.ClusterJob(on="slurm"), "ClusterJob: run_folder: field required"),
+    (lambda: shoal.RunConfig(train={"stpes": 3}), "RunConfig: there is no key 'train.stpes'; did you mean 'steps'?"),
+    (lambda: shoal.calibrate(ranks=[]), "calibrate: ranks = \\[\\]: no number of ranks"),
+    (lambda: shoal.calibrate(rounds=0), "calibrate: rounds = 0.\n  Give int > 0"),
     (lambda: shoal.load_config(None), "load_config: path = None.\n  Give str or Path."),
 ])  # fmt: skip
 def test_messages_name_what_was_given_and_what_is_allowed(call, message):

@@ -104,3 +104,11 @@ def test_an_estimate_says_what_a_time_or_a_budget_trains(capsys: pytest.CaptureF
     assert re.search(r"cost +\$1,000 at \$1 a device-hour", capsys.readouterr().out)
     assert main([*words, "--budget", "1000", "--days", "7"]) == 2
     assert "one determines the others" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [{"step_seconds": -1.0}, {"tokens": 0}, {"days": -3}, {"budget": -1}, {"price": 0.0}])
+def test_what_is_not_positive_is_refused(wrong):
+    run = estimate(Layout(), model="tiny", cluster="1xH100").run
+    (name, value), = wrong.items()
+    with pytest.raises(UsageError, match=f"train_fully: {name} = {value}.\n  Give float > 0"):
+        train_fully(run, **{"step_seconds": 1.0} | wrong)

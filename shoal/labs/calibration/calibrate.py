@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import PositiveInt
 
 from shoal.base.errors import UsageError
 from shoal.base.files import write_atomically
@@ -55,7 +56,7 @@ class MachineProfile:
 
 
 def calibrate(
-    *, ranks: Sequence[int] = (2, 4), rounds: int = ROUNDS, say: Say = lambda done, label: None
+    *, ranks: Sequence[int] = (2, 4), rounds: PositiveInt = ROUNDS, say: Say = lambda done, label: None
 ) -> MachineProfile:
     """Measure products, memory, attention, layers, updates and collectives on the cores of this machine.
 
@@ -68,7 +69,7 @@ def calibrate(
         The profile. As a catalog file it makes this machine a cluster: ``4xhere`` has 4 ranks on it.
 
     Raises:
-        UsageError: a number of ranks is less than 2.
+        UsageError: no number of ranks, or one less than 2.
 
     >>> import shoal
     >>> found = shoal.calibrate(rounds=1)  # doctest: +SKIP
@@ -76,6 +77,8 @@ def calibrate(
     '2 of 2 cores together, each: fp32 55 GFLOP/s, bf16 150 GFLOP/s, memory 9.1 GB/s; ring 3.9 GB/s and 21 us'
     >>> found.write(Path("here.toml"))  # doctest: +SKIP
     """
+    if not ranks:
+        raise UsageError("calibrate: ranks = []: no number of ranks.\n  Give at least one, such as ranks=[2].")
     if min(ranks) < 2:
         raise UsageError(f"--ranks {min(ranks)}: a collective needs at least 2 ranks.")
     usable = usable_cores()

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import tomli_w
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import read_toml, write_atomically
-from shoal.base.section import Section, plain, validate
+from shoal.base.section import Section, plain, truncate, validate
 from shoal.spec.config import sections
 from shoal.spec.config.data import DataConfig
 from shoal.spec.config.model import ModelConfig
@@ -82,17 +82,29 @@ class RunConfig(Section):
         return 1 if self.model.module else self.data.sequence_length
 
     def replace(self, **sections: Section | Mapping[str, Any]) -> RunConfig:
-        """Return the config with other sections, or with other values of some of their fields, which are not checked.
+        """Return the config with other sections, or with other values of some of their fields.
+
+        Raises:
+            UsageError: no such section or field, or a bad value. Whether they go together is checked in use.
 
         >>> config = RunConfig().replace(parallel=Layout(dp=2), train={"steps": 5})
         >>> config.parallel.dp, config.train.steps
         (2, 5)
         """
-        old = {name: getattr(self, name) for name in sections}  # no other name is taken
-        return self.model_copy(update={
-            name: given if isinstance(given, Section) else old[name].model_copy(update=given)
-            for name, given in sections.items()
-        })
+        return self.model_copy(update={name: self._change(name, given) for name, given in sections.items()})
+
+    def _change(self, name: str, given: object) -> Section:
+        if name not in (known := type(self).model_fields):
+            raise UsageError(f"RunConfig.replace: there is no section '{name}'; {did_you_mean(name, known)}")
+        old: Section = getattr(self, name)
+        if isinstance(given, type(old)):
+            return given
+        if not isinstance(given, Mapping):
+            raise UsageError(
+                f"RunConfig.replace: {name} = {truncate(given)}: it is a section."
+                f"\n  Give a {type(old).__name__}, or its fields: {name}={{...}}."
+            )
+        return validate(type(old), old.model_dump() | dict(given), source="RunConfig.replace", prefix=name)
 
 
 def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:

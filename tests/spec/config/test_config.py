@@ -286,3 +286,16 @@ def test_old_options_are_still_read(capfd):
 )
 def test_a_module_without_a_name_has_the_name_of_its_file(model, title):
     assert build_config({"model": model}).model.title == title
+
+
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"trian": {"steps": 1}}, "there is no section 'trian'; did you mean 'train'?"),
+    ({"train": {"stpes": 1}}, "there is no key 'train.stpes'; did you mean 'steps'?"),
+    ({"train": {"steps": "3"}}, "train.steps = '3': input should be a valid integer"),
+    ({"parallel": {"tp": -1}}, "parallel.tp = -1: input should be greater than 0"),
+    ({"train": DataConfig()}, r"train = DataConfig\(\): it is a section.\n  Give a TrainConfig, or its fields"),
+    ({"train": 3}, "train = 3: it is a section"),
+])
+def test_replacing_what_is_not_there_is_refused(sections, message):
+    with pytest.raises(UsageError, match=f"^RunConfig.replace: {message}"):
+        RunConfig().replace(**sections)
