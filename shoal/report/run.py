@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import quote
 
+import tomli_w
 from rich.console import Console
 from rich.text import Text
 
@@ -310,6 +311,8 @@ def _html(report: RunReport) -> str:
         ]
     else:
         parts.append(f"<h2>One step</h2><p>{escape(report.no_timeline)}</p>")
+    changed = config.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    parts.append(f"<h2>Config, where it is not the default</h2><pre>{escape(tomli_w.dumps(changed))}</pre>")
     return page(report.folder.name, lead, parts)
 
 

@@ -1,13 +1,15 @@
 """What happened to a run, as its report tells it."""
 
 import re
+import tomllib
+from html import unescape
 
 import pytest
 
 from shoal.cli.main import main
 from shoal.launch.watch.recordings import keep_recordings
 from shoal.report.run import effective_facts, event_table
-from shoal.spec.config import save_config
+from shoal.spec.config import build_config, save_config
 from shoal.training.resilience.events import describe_recordings, read_events, write_event
 from tests.trainings.runs import small_config
 
@@ -106,6 +108,8 @@ def test_the_report_of_a_run_tells_them(some, corpus, tmp_path, capfd):
     for text in (said, page):
         assert ("effective training time" in text) is some
         assert ("SIGKILL" in text) is some and ("rolled_back" in text) is some
+    (changed,) = re.findall("Config, where it is not the default</h2><pre>(.*?)</pre>", page, re.DOTALL)
+    assert build_config(tomllib.loads(unescape(changed))) == small_config(corpus)
 
 
 def test_a_report_names_the_newest_layout_and_medians_of_the_same_steps(corpus, tmp_path, capfd):
