@@ -243,7 +243,8 @@ def _bare(kind: Any) -> Any:
 
 
 def _join_rows(lines: list[str], width: int) -> list[str]:
-    """Shorten tyro's help: one frame for all arguments, and one row for an option whose help fits beside it."""
+    """Shorten tyro's help: one frame for all arguments, and one row for an option whose help fits beside it. The row
+    of --help itself is shown only if there is no other option."""
     joined: list[str] = []
     for line in lines:
         above = joined[-1] if joined else ""
@@ -255,6 +256,8 @@ def _join_rows(lines: list[str], width: int) -> list[str]:
             joined[-1] = f"│ {option}  {text} │"
         else:
             joined.append(line)
+    about = [i for i, line in enumerate(joined[:-1]) if line.startswith("│ -h, --help ")]
+    joined = [line for i, line in enumerate(joined) if i not in about or not joined[i + 1].startswith("│ --")]
     longest = max((len(line) for line in joined if line[:1] in FRAME), default=0)
     return [
         line[:-1] + FRAME[line[0]] * (longest - len(line)) + line[-1] if line[:1] in FRAME else line for line in joined

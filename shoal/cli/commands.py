@@ -48,7 +48,8 @@ COMMANDS = {
         "shoal.cli.run.eval", "Compute the loss of a trained model on a text: shoal eval FOLDER --data PATH"
     ),
     "report": Command(
-        "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER"
+        "shoal.cli.run.report",
+        "Show how a run went, measured and simulated: shoal report RUN_FOLDER (shoal watch RUN OTHER compares)",
     ),
     "watch": Command(
         "shoal.cli.run.watch", "Follow runs on a local page: shoal watch RUN_FOLDER ... [--out PAGE.html]"

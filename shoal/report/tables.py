@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from io import StringIO
+from itertools import zip_longest
 from shutil import get_terminal_size
 
 from rich import box
@@ -20,7 +21,7 @@ UNLIMITED = 10_000  # width of a table that is not printed on a terminal
 
 def text_table(
     headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "", words: Collection[int] = (0,),
-    gap: int = 2, lines: bool = False,
+    gap: int = 2, lines: bool = False, width: int | None = None,
 ) -> Table:  # fmt: skip
     """Return a table for the terminal.
 
@@ -29,14 +30,20 @@ def text_table(
         words: columns to align to the left; all others are numbers, aligned to the right.
         gap: spaces between columns.
         lines: draw lines between columns.
+        width: characters of a line (default: the terminal's). Without lines, cells break between words if they can.
     """
     table = Table(
         title=title and Text(printable(title)), title_justify="left", title_style="bold", header_style="bold",
         box=box.HEAVY_HEAD if lines else None, pad_edge=lines, padding=(0, 1) if lines else (0, gap, 0, 0),
         show_header=any(headings),
     )  # fmt: skip
+    rows = [*rows]
+    widths = [] if lines else _fit_columns(headings, rows, width or get_terminal_size().columns, gap)
     for i, heading in enumerate(headings):
-        table.add_column(Text(printable(heading)), justify="left" if i in words else "right", overflow="fold")
+        table.add_column(
+            Text(printable(heading)), justify="left" if i in words else "right", overflow="fold",
+            width=widths[i] if widths else None,
+        )  # fmt: skip
     for row in rows:
         if row:
             table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
@@ -54,28 +61,24 @@ def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right
     words = range(len(headings) if right is None else right)
     width = get_terminal_size().columns - 1 if sys.stdout.isatty() else UNLIMITED
     rows = [*rows]
-    for gap in (2, 1):
-        table, widths = text_table(headings, rows, words=words, gap=gap), _fit_columns(headings, rows, width, gap)
-        if widths:
-            break
-    for column, fitted in zip(table.columns, widths, strict=False):
-        column.width = fitted
+    gap = next((gap for gap in (2, 1) if _fit_columns(headings, rows, width, gap)), 2)
+    width = width if _fit_columns(headings, rows, width, gap) else UNLIMITED
+    table = text_table(headings, rows, words=words, gap=gap, width=width)
     output = StringIO()
-    width = width if widths else UNLIMITED
     console = Console(file=output, width=width, color_system=None, force_terminal=False, force_jupyter=False)
     console.print(table)
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
-def _fit_columns(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, gap: int) -> list[int]:
+def _fit_columns(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], width: int, gap: int) -> list[int]:
     """Return widths of columns in which all text wraps between words only; [] if they need more than ``width``.
 
     The narrowest columns grow first, so that numbers keep their units beside them.
     """
-    columns = list(zip(headings, *filter(None, rows), strict=True))
-    longest = [max(map(len, column)) for column in columns]
-    widths = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
-    while (spare := width - sum(widths) - gap * len(widths)) > 0 and widths != longest:
+    columns = ["\n".join(map(str, cells)) for cells in zip_longest(headings, *filter(None, rows), fillvalue="")]
+    longest = [max(map(len, column.split("\n"))) for column in columns]
+    widths = [max(map(len, column.split()), default=0) for column in columns]
+    while (spare := width - sum(widths) - gap * (len(widths) - 1)) > 0 and widths != longest:
         _, narrowest = min((size, i) for i, size in enumerate(widths) if size < longest[i])
         widths[narrowest] += 1
     return widths if spare >= 0 else []

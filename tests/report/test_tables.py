@@ -3,8 +3,9 @@
 import sys
 
 import pytest
+from rich.console import Console
 
-from shoal.report.tables import table_lines
+from shoal.report.tables import table_lines, text_table
 
 HEADINGS = ("devices", "fails every", "layout")
 ROWS = [("1,024", "54.2 min", "dp 4 (ZeRO-1) x pp 2 (interleaved-zb, 8 stages a rank)"), ("16,384", "3.09 h", "tp 8")]
@@ -24,6 +25,15 @@ def test_numbers_keep_their_units_where_there_is_space(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
     assert "54.2 min" in "\n".join(table_lines(HEADINGS, ROWS))
+
+
+def test_a_printed_table_breaks_no_word_where_another_column_can_give_way(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "46")
+    rows = [("reduce-scatter x into K", "recursive-doubling", "12.6 MB"), (), ("multiply",)]
+    Console().print(text_table(("step", "by", "sent by a device"), rows, words=(0, 1)))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[-3:]] == [
+        ["reduce-scatter", "recursive-doubling", "12.6", "MB"], ["x", "into", "K"], ["multiply"]]
 
 
 def test_a_table_in_a_file_has_a_line_for_each_row() -> None:

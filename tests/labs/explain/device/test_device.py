@@ -49,7 +49,7 @@ def test_an_accelerator_knows_its_node():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("accelerators --names h100", "accelerator 'h100' is not in the catalog; did you mean 'h100-sxm'"),
+        ("accelerators --names h100", "'h100' is not in the catalog; did you mean 'h100-pcie' or 'h100-sxm'"),
         ("accelerators --names t4 t4 t4 t4 t4", "at most 4 fit side by side"),
         ("roofline --product 3,4", "--product 3,4: give m,k,n"),
         ("roofline --product a", "--product a: give numbers of at least 1"),
