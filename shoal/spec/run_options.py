@@ -17,7 +17,7 @@ class RunOptions(Section):
     """A model in the catalog (default: the TOML file's, else llama-3-8b)."""
 
     cluster: str = "8xH100"
-    """8xH100, 64x8xH100-IB400, v5p-4096 (a slice, as its manufacturer names it), 2xv5p-4096, or an accelerator."""
+    """8xH100, 64x8xH100-IB400, 8xGB200-NVL72, v5p-4096 (a slice, as its manufacturer names it), or an accelerator."""
 
     sequence_length: PositiveInt | None = None
     """Tokens per sequence (default: the file's, else the longest that the model was trained for)."""

@@ -39,6 +39,7 @@ class Node(Section):
     name: str  # Name in the catalog
     accelerator: str  # Name of its accelerators in the catalog
     per_node: PositiveInt = 1  # Accelerators per node, unless the cluster's name gives a number
+    per_host: PositiveInt | None = None  # Racks of many hosts that one link joins: accelerators per host
     inside: str  # Link from each accelerator to the others of its node, or to its neighbours in a torus
     nic: str | None = None  # Link that leads out of the node
     nics: PositiveInt | None = None  # Number of these links per node
@@ -64,6 +65,10 @@ class Node(Section):
     # speed of the machine at that time
     reference: PositiveFloat | None = None
     source: str  # Source of the numbers
+
+
+RACK = re.compile(r"-?nvl(\d+)$", re.IGNORECASE)
+"""End of the name of a rack whose accelerators one link joins, with their number."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,9 @@ def cluster(name: str) -> Cluster:
     node; ``100xH100`` is 12 nodes of 8 and one of 4. ``v5p-4096`` is a slice of a pod in the manufacturer's notation,
     which for v4, v5p and tpu7x counts TensorCores, two per chip; ``2xv5p-4096`` is two on a data-centre network.
 
+    ``8xGB200-NVL72`` is eight racks of 72. ``32x4xGB200`` is 128 in 32 hosts of 4, as a job scheduler counts nodes: a
+    rack of 72 and part of another, since NVLink joins the hosts of a rack.
+
     >>> cluster("64x8xH100-IB200").nic.name, cluster("v5p-4096").torus
     ('infiniband-hdr', (8, 16, 16))
 
@@ -217,6 +225,12 @@ def cluster(name: str) -> Cluster:
     if node.dimensions:
         full_pod = f"{kind}-{node.cores_per_chip * 256}"
         raise UsageError(f"cluster '{name}': a {kind} comes in slices of a pod.\n  Write {full_pod}.")
+    plain = f"{kind}-{network}" if network else kind
+    if RACK.search(rest):
+        racks = f"{wanted}x{per_node}" if wanted else f"{per_node or 1}x{node.per_node}"
+        return cluster(f"{racks}x{plain}")
+    if wanted and int(wanted) > 1 and per_node == str(node.per_host):
+        return cluster(f"{int(wanted) * int(per_node)}x{plain}")
     count, each = int(wanted or 1), int(per_node or (node.per_node if wanted else 1))
     if not count or not each:
         raise UsageError(f"cluster '{name}': at least one node of at least one {kind}.")
@@ -249,13 +263,16 @@ def _power(node: Node) -> dict[str, Any]:
 def _known(name: str) -> str | None:
     """Return the node type with this name, ignoring case, and form and memory where these are its own.
 
-    >>> _known("a100"), _known("A100-SXM4-80GB"), _known("A100-SXM4-40GB"), _known("H100-40GB")
-    ('A100', 'A100', 'A100-40GB', None)
+    >>> _known("a100"), _known("A100-SXM4-80GB"), _known("A100-SXM4-40GB"), _known("H100-40GB"), _known("gb200-nvl72")
+    ('A100', 'A100', 'A100-40GB', None, 'GB200')
     """
     types = {known.lower(): known for known in nodes()}
     plain, memory = re.fullmatch(r"(.*?)(?:-sxm\d?)?(-\d+gb)?", name.lower(), re.DOTALL).groups()  # type: ignore[union-attr]
     if kind := types.get(name.lower()) or types.get(f"{plain}{memory or ''}"):
         return kind
+    if rack := RACK.search(plain):
+        kind = types.get(plain[: rack.start()])
+        return kind if kind and nodes()[kind].per_node == int(rack[1]) else None
     if (kind := types.get(plain)) and memory:
         size = accelerator(nodes()[kind].accelerator).memory_bytes
         return kind if abs(float(memory[1:-2]) * 1e9 / size - 1) < 0.1 else None

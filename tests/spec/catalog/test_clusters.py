@@ -21,6 +21,11 @@ from shoal.spec.catalog.clusters import cluster, nodes
         ("100xH100-IB200", 100, 13, "infiniband-hdr"),
         ("2x4xh200-eth100", 8, 2, "ethernet-100g"),
         ("4x72xGB200", 288, 4, "infiniband-ndr"),
+        ("gb200-nvl72", 72, 1, None),
+        ("8xGB300-NVL72-IB400", 576, 8, "infiniband-ndr"),
+        ("2x64xGB200NVL72", 128, 2, "infiniband-ndr"),
+        ("18x4xGB200", 72, 1, None),
+        ("32x4xGB200", 128, 2, "infiniband-ndr"),
         ("h100-sxm", 1, 1, None),
         ("macbook-m3", 1, 1, None),
         ("4x8xH100-EFA400", 32, 4, "efa-400g"),
@@ -39,7 +44,8 @@ def test_a_name_says_what_there_is(name, accelerators, nodes, nic):
 def test_parts_of_a_cluster_have_full_nodes_and_names_of_their_own():
     uneven = cluster("100xH100-IB200")
     assert "13 nodes (the last has 4)" in uneven.describe()
-    for part in (uneven.part(12), uneven.part(1), uneven.part(3, 4)):
+    racks = cluster("8xGB200-NVL72")
+    for part in (uneven.part(12), uneven.part(1), uneven.part(3, 4), racks.part(3), racks.part(1), racks.part(2, 64)):
         assert part.size == part.nodes * part.per_node
         again = cluster(part.name)
         assert (again.nodes, again.per_node, again.nic, again.nics) == (part.nodes, part.per_node, part.nic, part.nics)
