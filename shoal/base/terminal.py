@@ -6,10 +6,12 @@ import errno
 import io
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
 from typing import TYPE_CHECKING, TextIO
@@ -32,6 +34,15 @@ def printable(text: str) -> str:
     'red \\\\x1b[31m, and back \\\\u202eto front'
     """
     return text if text.isascii() and text.isprintable() else UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def quote(path: str | Path) -> str:
+    """Quote a path for a command line that a user may copy.
+
+    >>> quote("runs/one"), quote(Path("my runs/one"))
+    ('runs/one', "'my runs/one'")
+    """
+    return shlex.quote(str(path))
 
 
 def wrap_lines(lines: Iterable[str]) -> list[str]:

@@ -16,6 +16,7 @@ from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import read_toml
 from shoal.base.options import listed, read
 from shoal.base.section import Section, validate
+from shoal.base.terminal import quote
 from shoal.cli.commands import COMMANDS
 from shoal.spec.catalog.models import model_names
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, suggest_resume, suggest_run
@@ -49,7 +50,7 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
     if file and not file.exists():
         refuse_model_name(str(file), "--model" if "model" in options.model_fields else "--model.name")
     if file and file.suffix in (".jsonl", ".parquet", ".txt", ".md") and "data" in (sections or RunConfig.model_fields):
-        raise UsageError(f"{file}: the first word is a run's TOML file.\n  Give a text with --data.paths {file}, or "
+        raise UsageError(f"{file}: this is no run's TOML file.\n  Give a text with --data.paths {quote(file)}, or "
                          "end the name of a run's file in .toml.")
     base = (load_config(file) if file else RunConfig.model_validate(COMMANDS[command].run or {})).model_dump()
     fields = RunConfig.model_fields

@@ -11,7 +11,7 @@ import shoal
 from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import NonEmpty, Section
-from shoal.base.terminal import progress_bar
+from shoal.base.terminal import progress_bar, quote
 from shoal.labs.calibration.calibrate import CHECK_ROUNDS, ROUNDS, check_profile
 from shoal.labs.calibration.check import format_check, is_right, lost_time, write_scatter
 from shoal.labs.calibration.from_gpu import write_gpu_catalog
@@ -73,7 +73,7 @@ def _measure(options: CalibrateOptions) -> int:
     if options.from_gpu:
         print(write_gpu_catalog(options.from_gpu, options.out))
         print(f"written: {options.out}")
-        print(f"Next: shoal plan --catalog {options.out} --cluster 1x{NAME} --model llama-3.2-1b")
+        print(f"Next: shoal plan --catalog {quote(options.out)} --cluster 1x{NAME} --model llama-3.2-1b")
         return 0
     begin = time.monotonic()
     with progress_bar("measuring") as say:
@@ -81,7 +81,7 @@ def _measure(options: CalibrateOptions) -> int:
     found.write(options.out)
     print(found.describe())
     print(f"written: {options.out} ({time.monotonic() - begin:.0f} s)")
-    print(f"Next: shoal plan --catalog {options.out} --cluster 4x{NAME} --model tiny --precision fp32")
+    print(f"Next: shoal plan --catalog {quote(options.out)} --cluster 4x{NAME} --model tiny --precision fp32")
     return 0
 
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from shoal.base.addresses import to_path
 from shoal.base.errors import UsageError, redact
 from shoal.base.files import expanded
+from shoal.base.terminal import quote
 from shoal.engine.checkpoint.hugging_face import HFWeights, read_hf_config
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.data.tokenizer import build_shape
@@ -61,7 +62,7 @@ def check_weights(config: RunConfig) -> None:
     theirs["mtp_depth"] = min(ours["mtp_depth"], theirs["mtp_depth"])  # fewer modules may be trained than are stored
     for field in (field for field in ours if ours[field] != theirs[field]):
         raise UsageError(f"model.{field} = {ours[field]!r}, but the model of model.weights = '{folder}' has "
-                         f"{theirs[field]!r}.\n  `shoal import hf {folder}` writes the fields of its model.")
+                         f"{theirs[field]!r}.\n  `shoal import hf {quote(folder)}` writes the fields of its model.")
     with on_meta():
         model = Transformer(shape)
     weights, parameters = HFWeights(folder, shape), {n: tuple(each.shape) for n, each in model.named_parameters()}

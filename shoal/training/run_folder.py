@@ -22,6 +22,7 @@ from shoal.base.addresses import AnyPath, to_path
 from shoal.base.errors import UsageError
 from shoal.base.files import expanded
 from shoal.base.section import plain
+from shoal.base.terminal import quote
 from shoal.engine.checkpoint import CheckpointError, newest, verify
 from shoal.engine.checkpoint.manifest import list_interrupted, read_manifest
 from shoal.engine.data.chat import TEMPLATE_FILES
@@ -164,7 +165,7 @@ def is_free(folder: Path) -> bool:
 
 def taken(folder: Path) -> UsageError:
     """Return the error about a run folder that another run, or something else, has taken."""
-    remedy = f"Continue that run with --resume {folder}, or name" if (folder / RUN_FILE).is_file() else "Name"
+    remedy = f"Continue that run with --resume {quote(folder)}, or name" if (folder / RUN_FILE).is_file() else "Name"
     return UsageError(
         f"--run-folder {folder} exists already, and a run never overwrites files that it did not make."
         f"\n  {remedy} another folder."
@@ -225,7 +226,7 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: b
             f"--resume {folder}: this run was started with another config:{lines}"
             f"\n  Leave {it} out, or start a new run. What may change: {MAY_CHANGE}."
             + ("" if config.model.module else "\n  A new run can begin with its weights: "
-               f"shoal export hf {folder} --out MODEL, then --model.weights MODEL")
+               f"shoal export hf {quote(folder)} --out MODEL, then --model.weights MODEL")
         )
     if not again:
         _check_checkpoint(config, folder)

@@ -318,7 +318,7 @@ def test_resume_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
         ("--verbose", "there is no command '--verbose'; allowed: bench"),
         ("train nothing.toml", "no such file: nothing.toml"),
         ("train nothing", "no such file: nothing"),
-        ("train my.txt", "my.txt: the first word is a run's TOML file.\n  Give a text with --data.paths my.txt, or end "
+        ("train my.txt", "my.txt: this is no run's TOML file.\n  Give a text with --data.paths my.txt, or end "
          "the name of a run's file in .toml."),
         ("plan run.toml", "no such file: run.toml"),
         ("simulate run.toml", "run.toml: shoal simulate reads no config of a run."),

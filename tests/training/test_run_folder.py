@@ -193,3 +193,12 @@ def test_the_second_signal_of_a_request_finds_the_handler_also_after_a_short_run
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
     assert stops.count == 1 and stops.preempted, "the host is to be left, whichever came first"
+
+
+def test_a_command_to_copy_quotes_a_folder_with_spaces(tmp_path):
+    folder = tmp_path / "my runs" / "one"
+    new_run(RunConfig(), folder)
+    with pytest.raises(UsageError, match=f"--resume '{folder}'"):
+        new_run(RunConfig(), folder)
+    with pytest.raises(UsageError, match=f"shoal train --resume '{folder}' continues it"):
+        load_config(folder)

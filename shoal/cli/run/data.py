@@ -10,7 +10,7 @@ from pydantic import Field
 import shoal
 from shoal.base.files import expanded
 from shoal.base.section import Section
-from shoal.base.terminal import printable
+from shoal.base.terminal import printable, quote
 from shoal.spec.config import RunConfig
 
 
@@ -37,14 +37,15 @@ class InspectOptions(Section):
 def train_tokenizer(options: TokenizerOptions, config: RunConfig) -> int:
     """Train a tokenizer, and print how to use it."""
     tokenizer = shoal.train_tokenizer(config.data, vocab_size=options.vocab_size, out=options.out)
-    print(f"{tokenizer.path}: {tokenizer.vocab_size:,} tokens.  Use it with: --data.tokenizer {tokenizer.path}")
+    print(f"{tokenizer.path}: {tokenizer.vocab_size:,} tokens.  Use it with: "
+          f"--data.tokenizer {quote(tokenizer.path)}")
     return 0
 
 
 def export(options: TokenExportOptions, config: RunConfig) -> int:
     """Write the token ids of a corpus, and print how to train on them."""
     for path in shoal.export_megatron(config.data, expanded(options.out, "--out")):
-        print(printable(f"{path}.bin and .idx.  Read them with: --data.paths {path}.idx"))
+        print(printable(f"{path}.bin and .idx.  Read them with: --data.paths {quote(f'{path}.idx')}"))
     return 0
 
 

@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 import shoal
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
-from shoal.base.terminal import printable
+from shoal.base.terminal import printable, quote
 from shoal.spec.config import OptimizerConfig
 
 
@@ -51,7 +51,7 @@ def import_hf(options: ImportOptions) -> int:
     if options.out is None:
         print(text)
         return 0
-    words = f"shoal train {options.out} --data.paths TEXT"
+    words = f"shoal train {quote(options.out)} --data.paths TEXT"
     if "\ntokenizer = " not in text:
         words += " --data.tokenizer FILE (its tokenizer.json, which the folder lacks)"
     if "\nlearning_rate = " not in text:  # that of a run from scratch would undo much of what the model has learned

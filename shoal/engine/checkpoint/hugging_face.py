@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
 from shoal.base.files import open_to_read, read_json
+from shoal.base.terminal import quote
 from shoal.engine.checkpoint.mxfp4 import Mxfp4Slice
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, build_config
@@ -159,7 +160,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file() and (folder / RUN_FILE).is_file():
         raise UsageError(f"{folder} is the folder of a run, not of a model in Hugging Face's format."
-                         f"\n  Write one, and name that: shoal export hf {folder} --out MODEL")
+                         f"\n  Write one, and name that: shoal export hf {quote(folder)} --out MODEL")
     fields = model_fields(_read_object(path), str(path))
     first = f"model.layers.{fields['layers']}.eh_proj.weight"
     if fields.get("mtp_depth") and not (folder / DCP_LIST).is_file() and first not in _files_of_tensors(folder):

@@ -16,6 +16,7 @@ import tomli_w
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import read_toml, write_atomically
 from shoal.base.section import Section, plain, truncate, validate
+from shoal.base.terminal import quote
 from shoal.spec.config import sections
 from shoal.spec.config.data import DataConfig
 from shoal.spec.config.model import ModelConfig
@@ -123,7 +124,8 @@ def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:
     """
     if (inside := Path(path) / RUN_FILE).is_file():
         raise UsageError(
-            f"{path} is the folder of a run.\n  Its config is {inside}; shoal train --resume {path} continues it."
+            f"{path} is the folder of a run.\n  Its config is {inside}. "
+            f"shoal train --resume {quote(path)} continues it."
         )
     return build_config(read_toml(path), sections, source=str(path))
 

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.terminal import progress_bar
+from shoal.base.terminal import progress_bar, quote
 from shoal.engine.device import pick_device, tune_process
 from shoal.engine.optim.build import RULES
 from shoal.launch.worker_pool import Pool
@@ -171,7 +171,9 @@ def _check_size(case: Case) -> None:
 def _check_fault(name: str, case: Case) -> None:
     if name not in FAULTS:
         table = "\n".join(f"  {fault:<20}{FAULTS[fault].what}" for fault in FAULTS)
-        raise UsageError(f"--inject {name}: no such fault; {did_you_mean(name, FAULTS)}\n{table}")
+        near = did_you_mean(name, FAULTS)
+        what = f"; {near}" if near.startswith("did") else ". All:"
+        raise UsageError(f"--inject {name}: no such fault{what}\n{table}")
     layout = case.config.parallel
     if (needed := FAULTS[name].model) and getattr(case.shape, needed) is None:
         raise UsageError(f"--inject {name} has no effect in a model without {needed}.\n  {_needs(FAULTS[name])}")
@@ -230,7 +232,7 @@ def _verify_drawn(
                 save_config(run, file)
                 console.print(
                     f"[bold red]differs[/]  {run.parallel.describe()}: {verdict.findings[0].text}\n"
-                    f"         again: shoal verify {file}"
+                    f"         again: shoal verify {quote(file)}"
                 )
             if not show and (i + 1) % _LINE_EVERY == 0:
                 console.print(f"{i + 1} of {count} layouts, {differing} differ, {time.monotonic() - start:.0f} s")
@@ -252,7 +254,7 @@ def print_case(console: Console, case: Case, steps: int) -> None:
     console.print(f"[bold]model[/]     {case.shape.family}, {case.shape.parameters():,} parameters")
     console.print(
         f"[bold]data[/]      {config.train.global_batch} sequences of {config.data.sequence_length} tokens a step: "
-        f"{microbatches} micro-batches of {layout.micro_batch} on each of {layout.dp} replicas"
+        f"{microbatches} micro-batches of {layout.micro_batch} on each of {layout.dp} replica{'s' * (layout.dp > 1)}"
     )
     own = config.optimizer.name + " and clipping" * (config.optimizer.clip_norm > 0)
     console.print(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.base.errors import UsageError
+from shoal.base.terminal import quote
 from shoal.engine.checkpoint import list_checkpoints
 from shoal.engine.data.batches import Dataset
 from shoal.engine.data.tokenizer import Tokenizer
@@ -148,7 +149,7 @@ def sample_run(
     elif shape.experts is not None and shape.experts.gate == "expert-choice":
         note("no sample: expert-choice routing needs complete sequences, not one token at a time")
     elif shape.parameters() > SAMPLED_PARAMETERS:
-        note(f"generate text with: shoal sample {folder} {shlex.quote(given or 'TEXT')}")
+        note(f"generate text with: shoal sample {quote(folder)} {shlex.quote(given or 'TEXT')}")
     else:
         try:
             source = open_source(folder)
