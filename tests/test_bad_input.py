@@ -68,6 +68,7 @@ CASES = {
     "a billion disturbed replicas": Bad(
         lambda p: ["simulate", "--dp", "1000000000", "--jitter", "0.1"], ("--dp 1000000000", "is not simulated")),
     "a binary config": file(bytes(range(256)), "is not TOML: "),
+    "a module for a config": Bad(lambda p: ["plan", p.write("mine.py", "own = 3")], ("is a Python file",)),
     "a config nested too deep": file("a = " + "[" * 9000, "nested too deep"),
     "a number of 5,000 digits": file("[train]\nsteps = " + "9" * 5000, "is not TOML: "),
     "a number beyond all": file("[train]\nsteps = 1" + "0" * 30, "train.steps is a number beyond 2^53"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,6 +61,10 @@ class SourceConfig(Section):
         return "files" if self.paths else "hub" if self.dataset else "stdlib"
 
 
+WEIGHTED = re.compile(r"(.+):(\d+\.?\d*|\.\d+)")
+"""Path of a source with its weight."""
+
+
 class MixtureSource(SourceConfig):
     """One source of a mixture."""
 
@@ -75,8 +80,10 @@ class MixtureSource(SourceConfig):
     @model_validator(mode="before")
     @classmethod
     def _from_path(cls, value: Any) -> Any:
-        """Accept a path alone, and lists, which this validator gets as Python's own."""
-        value = {"paths": [value]} if isinstance(value, str) else value
+        """Accept a path alone or with its weight, and lists, which this validator gets as Python's own."""
+        if isinstance(value, str):
+            weighted = WEIGHTED.fullmatch(value)
+            value = {"paths": [weighted[1]], "weight": float(weighted[2])} if weighted else {"paths": [value]}
         return {name: _as_tuple(each) for name, each in value.items()} if isinstance(value, dict) else value
 
     def constant(self) -> MixtureSource:
@@ -97,7 +104,7 @@ class DataConfig(SourceConfig):
 
     mixture: dict[SourceName, MixtureSource] = Field(default={})
     """Sources by name, in place of one: tables of a TOML file with the fields of a source, weight and epochs; or only
-    NAME PATH for each."""
+    NAME PATH or NAME PATH:WEIGHT for each."""
 
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json (see `shoal data train-tokenizer`)."""

@@ -112,8 +112,12 @@ class ModelConfig(Section):
             UsageError: unknown name, heads that do not fit, a vocabulary smaller than the tokenizer's, or a module.
         """
         if self.module:
-            raise UsageError("model.module: this needs a shape of the catalog, and shoal does not know the layers of a "
-                             "module.\n  `shoal train`, `verify` and `report` take any module (docs/own-model.md).")
+            raise UsageError(
+                "model.module: this needs a shape of the catalog, and shoal does not know the layers of a module."
+                "\n  `shoal train`, `estimate`, `verify` and `report` take any module, and shoal.Run(..., "
+                'layout="auto") finds its layout (docs/own-model.md).'
+                "\n  `shoal plan auto --module FILE.py:FUNCTION` splits its operators (docs/auto.md)."
+            )
         parts = {"name", "module", "weights", "rope_scaling", "latent", "experts", "depths"}
         changed = {k: v for k, v in self.model_dump(exclude=parts).items() if v is not None}
         changed.setdefault("vocab", vocab)

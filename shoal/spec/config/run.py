@@ -127,6 +127,11 @@ def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:
             f"{path} is the folder of a run.\n  Its config is {inside}. "
             f"shoal train --resume {quote(path)} continues it."
         )
+    if (file := str(path).partition(":")[0]).endswith(".py") and Path(file).is_file():
+        raise UsageError(
+            f"{path} is a Python file, not the TOML file of a run.\n  A run's file names a module of your own: "
+            f"module = \"{path}\" under [model]."
+        )
     return build_config(read_toml(path), sections, source=str(path))
 
 

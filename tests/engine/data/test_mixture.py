@@ -191,10 +191,21 @@ def test_a_bad_mixture_is_refused(values, message):
 @pytest.mark.parametrize(("words", "message"), [
     (["--data.mixture", "a", "README.md", "--data.paths", "x"], "data.paths = ('x',) with a data.mixture"),
     (["--data.mixture", "a", "none/"], "data.paths: 'none/': no such file"),
+    (["--data.mixture", "a", "none/:0.5"], "data.paths: 'none/': no such file"),
+    (["--data.mixture", "a", "README.md:0"], "data.mixture.a.weight = 0"),
+    (["--data.mixture", "a=README.md:1"], "or only NAME PATH or NAME PATH:WEIGHT for each"),
 ])
 def test_a_mixture_on_the_command_line(words, message, capsys):
     assert main(["data", "inspect", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_path_may_end_with_its_weight():
+    sources = {"web": "a/b:0.7", "code": "s3://c/d.txt:2", "books": "e:f"}
+    found = build_config({"data": {"mixture": sources}})
+    assert {name: (*source.paths, source.weight) for name, source in found.data.mixture.items()} == {
+        "web": ("a/b", 0.7), "code": ("s3://c/d.txt", 2.0), "books": ("e:f", 1.0)
+    }
 
 
 def test_a_table_of_the_file_stays_when_the_command_line_sets_others(config, tmp_path, capsys):

@@ -337,7 +337,7 @@ def test_other_samples_of_the_same_number_are_noticed():
 
 
 def test_commands_that_need_a_shape_say_so():
-    with pytest.raises(UsageError, match=r"model.module: this needs a shape of the catalog"):
+    with pytest.raises(UsageError, match=r"(?s)model.module: this needs a shape of the catalog.*plan auto --module"):
         config_of("lstm", {}).model.shape(vocab=64, sequence_length=8)
 
 
