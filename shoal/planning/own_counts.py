@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from shoal.engine.own.blocks import group_parameters
-from shoal.engine.own.chain import Chain, find_chain
+from shoal.engine.own.chain import Chain, find_chain, get_input
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.flops import count_flops
 from shoal.engine.own.formats import autocast
@@ -82,14 +82,8 @@ class ChainCounts:
     full: OwnCounts  # of the model
     sizes: dict[str, int]  # elements of each trained parameter on the rank
     in_blocks: frozenset[str]  # names of those that only one module uses
-    # of each, with what runs between it and the next, the first with all before it; FLOPs and parameters are in `full`
-    # and `sizes`
+    # of each, with what runs between it and the next, the first with all before it; parameters are in `sizes`
     modules: tuple[OwnCounts, ...]
-
-    @property
-    def work(self) -> Sequence[int]:
-        """FLOPs of the modules, up to a factor."""
-        return self.chain.flops if any(self.chain.flops) else (1,) * len(self.modules)
 
     def assign(self, program: Program, *, sequence_parallel: bool = False) -> list[OwnCounts]:
         """Return the counts of each stage, whose modules are those that training would choose.
@@ -102,12 +96,10 @@ class ChainCounts:
         found = []
         for part in parts:
             used = [name for name in self.sizes if self.chain.uses(name, part)]
-            share = sum(self.work[i] for i in part) / sum(self.work)
             found.append(replace(
                 OwnCounts.add(self.modules[part.start : part.stop]), parameters=sum(self.sizes[name] for name in used),
                 in_blocks=sum(self.sizes[name] for name in used if name in self.in_blocks), blocks=len(part),
-                frozen=self.full.frozen, flops=round(self.full.flops * share),
-                forward_flops=round(self.full.forward_flops * share), real=self.full.real,
+                frozen=self.full.frozen, real=self.full.real,
             ))  # fmt: skip
         return found
 
@@ -183,12 +175,13 @@ class _Counter:
 
     def __init__(self, own: OwnModel, policy: Policy, chain: Chain | None, module: nn.Module, batch: OwnBatch):
         self._at, self._block, self._flops, self._runs = 0, -1, 0, True
-        names = ("saved", "sent", "kept", "rebuilt", "again", "weight_flops", "between")
+        names = ("flops", "forward_flops", "saved", "sent", "kept", "rebuilt", "again", "weight_flops", "between")
         self.found: dict[str, Any] = {name: Counter() for name in names}
+        self._link, self._begun = 0, 0  # the link whose FLOPs are counted, and those before it
         self._entered: Tensor | None = None
         late = _CountedLate(module) if chain else None
         for i, name in enumerate(chain.names if chain else ()):
-            module.get_submodule(name).register_forward_pre_hook(lambda *_, i=i: setattr(self, "_at", i))
+            module.get_submodule(name).register_forward_pre_hook(partial(self._enter_link, i), with_kwargs=True)
         for i, name in enumerate(own.name_blocks(module)):
             block = module.get_submodule(name)
             block.register_forward_pre_hook(partial(self._enter_block, i), with_kwargs=True)
@@ -210,7 +203,10 @@ class _Counter:
             with autocast(policy, torch.device("cpu")):
                 loss, _, _ = own.compute(module, batch.values)
             forward, self._runs = self._counter.get_total_flops(), False
+            self._count_link(self._link)
+            self.found["forward_flops"] = self.found["flops"].copy()
             loss.backward()
+            self._count_link(0)
             if chain and late:
                 self._count_late(late, {p: max(chain.parts.get(name, {0})) for name, p in trained.items()})
         self.sizes = {name: p.numel() for name, p in trained.items()}
@@ -228,7 +224,9 @@ class _Counter:
         for weight, term, kept in late.found:
             before, link = self._counter.get_total_flops(), max(0, links[weight])
             term(torch.empty_like(weight), True)
-            self.found["weight_flops"][link] += self._counter.get_total_flops() - before
+            flops = self._counter.get_total_flops() - before
+            self.found["weight_flops"][link] += flops
+            self.found["flops"][link] += flops
             for tensor in kept:
                 if _storage(tensor) not in seen:
                     seen.add(_storage(tensor))
@@ -244,6 +242,21 @@ class _Counter:
             else:
                 self.found["rebuilt"][self._block] += size
         return tensor
+
+    def _enter_link(self, link: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._at = link
+        if not self._runs or not link:  # the first has all before it
+            return
+        self._count_link(link)
+        x = get_input(args, kwargs)
+        if x.requires_grad:  # what follows its gradient is the backward of the link before
+            x.register_hook(lambda _: self._count_link(link - 1))
+
+    def _count_link(self, following: int) -> None:
+        """Count the FLOPs since the last call for the current link, and those from now on for the following one."""
+        done = self._counter.get_total_flops()
+        self.found["flops"][self._link] += done - self._begun
+        self._link, self._begun = following, done
 
     def _enter_block(self, block: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._runs:  # it recomputes by itself

@@ -197,6 +197,6 @@ def partition_own_model(config: RunConfig, cluster: str) -> tuple[PipeDreamParti
     levels = [(inside, ring_group(links, inside).bandwidth)]
     if nodes > 1:
         levels.append((nodes, ring_group(links, nodes, inside).bandwidth))
-    seconds = [counts.full.flops * each / sum(counts.work) / rate for each in counts.work]
+    seconds = [each.flops / rate for each in counts.modules]
     messages = [*(each.message for each in counts.modules[1:]), 0]
     return pipedream_partition(seconds, weights, messages, levels), counts.chain.names
