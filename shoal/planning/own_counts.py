@@ -51,6 +51,7 @@ class OwnCounts:
     weight_flops: int = 0  # FLOPs of weight gradients that a schedule may compute later
     between: int = 0  # bytes that these are computed from
     sent: int = 0  # bytes that tensor parallelism sums, forward and backward
+    sums: int = 0  # number of these sums
     real: bool = False  # whether values were needed
     forward_flops: int = 0  # FLOPs of the forward alone
     message: int = 0  # bytes of the tensor that a stage gets from the one before
@@ -69,7 +70,7 @@ class OwnCounts:
 
 
 ACTIVE = ("flops", "forward_flops", "saved", "sent", "kept", "again", "weight_flops", "between")
-SUMS = (*ACTIVE, "parameters", "in_blocks", "blocks", "frozen")
+SUMS = (*ACTIVE, "sums", "parameters", "in_blocks", "blocks", "frozen")
 GROWING = (*ACTIVE, "rebuilt", "message")
 """Counts that add up over modules and stages, and counts that grow with the samples of a micro-batch."""
 
@@ -175,7 +176,8 @@ class _Counter:
 
     def __init__(self, own: OwnModel, policy: Policy, chain: Chain | None, module: nn.Module, batch: OwnBatch):
         self._at, self._block, self._flops, self._runs = 0, -1, 0, True
-        names = ("flops", "forward_flops", "saved", "sent", "kept", "rebuilt", "again", "weight_flops", "between")
+        names = ("flops", "forward_flops", "saved", "sent", "sums", "kept", "rebuilt", "again", "weight_flops",
+                 "between")
         self.found: dict[str, Any] = {name: Counter() for name in names}
         self._link, self._begun = 0, 0  # the link whose FLOPs are counted, and those before it
         self._entered: Tensor | None = None
@@ -215,7 +217,7 @@ class _Counter:
             in_blocks=sum(p.numel() for p in trained.values() if id(p) in grouped),
             frozen=sum(x.numel() * x.element_size() for x in untrained), flops=self._counter.get_total_flops(),
             forward_flops=forward, rebuilt=max(self.found["rebuilt"].values(), default=0),
-            **{name: self.found[name].total() for name in ("saved", "sent", "kept", "again")},
+            **{name: self.found[name].total() for name in ("saved", "sent", "sums", "kept", "again")},
         )  # fmt: skip
 
     def _count_late(self, late: _CountedLate, links: dict[nn.Parameter, int]) -> None:
@@ -279,6 +281,7 @@ class _Counter:
 
     def _send(self, x: Tensor, times: float = 1) -> None:
         """Count a sum over ranks: of the output of a layer split by input, or the gradient of the input of others."""
+        self.found["sums"][self._at] += 1
         self.found["sent"][self._at] += int(x.numel() * x.element_size() * times)
 
 

@@ -21,7 +21,7 @@ from shoal.planning.auto.own_loss import is_planned, plan_loss
 from shoal.planning.cost.memory.optimizer_state import least
 from shoal.planning.cost.memory.stage import device_capacity, library_bytes
 from shoal.planning.cost.time.communication import axis_extent, ring_group
-from shoal.planning.cost.time.engine_layer import attained, product_rate
+from shoal.planning.cost.time.engine_layer import attained, attained_group, product_rate
 from shoal.planning.own_counts import ChainCounts, OwnCounts, count_chain, count_own_model
 from shoal.planning.run import KINDS
 from shoal.spec.catalog.calibration import cluster_calibration
@@ -134,14 +134,16 @@ def estimate_own_model(
         program, sequence_parallel=layout.sequence_parallel)
     if layout.recompute == "full":  # blocks compute in backward again, with their sums over ranks
         stages = [
-            replace(each, saved=each.kept, flops=each.flops + each.again, sent=each.sent * 3 // 2) for each in stages
+            replace(each, saved=each.kept, flops=each.flops + each.again, sent=each.sent * 3 // 2,
+                    sums=each.sums * 3 // 2) for each in stages
         ]
     else:
         stages = [replace(each, rebuilt=0) for each in stages]
     ranks = [OwnCounts.add([stages[i] for i in program.rank_stages(rank)]) for rank in range(program.ranks)]
 
-    rate, split = product_rate(found, KINDS[policy.formats.compute.name]), ring_group(links, *axis_extent(layout, "tp"))
-    sums = [split.all_reduce(each.sent) if layout.tp > 1 else 0.0 for each in stages]
+    rate = product_rate(found, KINDS[policy.formats.compute.name])
+    split = attained_group(found, *axis_extent(layout, "tp"))
+    sums = [split.all_reduce(each.sent, each.sums) if layout.tp > 1 else 0.0 for each in stages]
     timeline = _simulate(layout, links, program, stages, sums, rate)
     kept = timeline.columns.peak_bytes(*(
         np.array([getattr(stage, of) for stage in stages], float) for of in ("saved", "between")
@@ -157,7 +159,7 @@ def estimate_own_model(
     compute = passes * ranks[busiest].flops / rate
     summed = passes * sum(sums[i] for i in program.rank_stages(busiest))
     moved = max((
-        _price_data_parallelism(layout, links, each, policy, passes * each.flops / rate, passes, program.updates)
+        _price_data_parallelism(layout, found, each, policy, passes * each.flops / rate, passes, program.updates)
         for each in ranks
     ), key=lambda pair: pair[1])  # fmt: skip
     idle = max(0.0, timeline.compute_span - compute - summed)
@@ -246,7 +248,7 @@ def _price_data_parallelism(
         updates: of the weights in a step.
     """
     compute, reduce = policy.compute.itemsize, policy.reduce.itemsize
-    shards, replicas = (ring_group(cluster, *axis_extent(layout, axis)) for axis in ("shard", "replicate"))
+    shards, replicas = (attained_group(cluster, *axis_extent(layout, axis)) for axis in ("shard", "replicate"))
     size = counts.parameters * reduce
     reductions = passes if layout.zero >= 2 else updates
     reduced = reductions * shards.reduce_scatter(size) + updates * replicas.all_reduce(size / layout.shards)

@@ -266,3 +266,16 @@ def test_a_model_that_is_too_large_is_said_without_being_built():
         run.estimate(shoal.Layout(dp=2))
     with pytest.raises(UsageError, match=r"count parallel.dp, tp and pp"):
         run.estimate(shoal.Layout(cp=2))
+
+
+def test_small_sums_take_the_time_to_launch_them_and_to_wait():
+    """As the estimates of the catalog's models have it: shoal has one model of the time of collectives."""
+    found = estimate_own_model(config_of("wide_llama", {"tp": 2, "micro_batch": 4}), "8xH100")
+    constants = cluster_calibration(found.cluster).numbers
+    least = constants["collective_launch"] + constants["wait"] * 1  # log2 of 2 ranks
+    counts = count_own_model(zoo.wide_llama, config_of("wide_llama", {"tp": 2, "micro_batch": 4}))
+    assert counts.sums == 2 * 4 + 2  # two in each layer, forward and backward; beside them the embedding and the head
+    passes = found.config.parallel.microbatches(found.config.train.global_batch)
+    assert found.tensor_parallel == pytest.approx(passes * counts.sums * least, rel=0.3)  # bytes take little
+    replicas = estimate_own_model(config_of("wide_llama", {"dp": 4}), "8xH100")
+    assert replicas.data_parallel > constants["collective_launch"] + constants["wait"] * 2

@@ -164,6 +164,6 @@ def _count(plan: ShardingPlan, builder: Builder, loss: LossPlan) -> OwnCounts:
         frozen=sum(op.numel * op.dtype.itemsize for op in frozen),
         flops=int(sum(flops.values())), saved=int(plan.saved), forward_flops=int(flops[FORWARD]),
         sent=int(sum(each.sent for each in plan.reshardings) * mesh.ranks / (2 * (mesh.ranks - 1))),
-        plan=loss,
+        sums=len(plan.reshardings), plan=loss,
     )  # fmt: skip
 

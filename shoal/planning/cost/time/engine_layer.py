@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log2
 from typing import NamedTuple
 
 import numpy as np
 
 from shoal.planning.cost.batched_runs import E, Runs, describe_row, network_name
+from shoal.planning.cost.time.communication import CommunicationGroup, ring_group
 from shoal.planning.cost.time.kernels import Kernels
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape
@@ -43,6 +45,19 @@ def attained(cluster: Cluster) -> Cluster:
         part, latency = c.at("outside", network=network), c.at("latency_outside", network=network)
         nic = nic.model_copy(update={"bandwidth": nic.bandwidth * part, "latency": latency})
     return replace(cluster, inside=inside, nic=nic, thin=c.at("thin", network=network), all_to_all=c.at("all_to_all"))
+
+
+def attained_group(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGroup[float]:
+    """Return a group at attained links, whose collectives also take the time to launch and to wait for the last rank.
+
+    As `Kernels.group` prices them; a message to the next rank has a constant of its own ("hop").
+    """
+    ring, c = ring_group(attained(cluster), ranks, stride), cluster_calibration(cluster).numbers
+    meeting = c["collective_launch"] + c["wait"] * log2(ranks) if ranks > 1 else 0.0
+    return replace(
+        ring, gather_latency=ring.gather_latency + meeting, sum_latency=ring.sum_latency + meeting,
+        exchange_latency=ring.exchange_latency + meeting,
+    )
 
 
 def memory_rate(cluster: Cluster, software: str = "other") -> float:
