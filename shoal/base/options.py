@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_or
 
 from pydantic import BaseModel
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section, docstrings, validate
 from shoal.base.usual_names import list_usual
 
@@ -286,10 +286,17 @@ def _without_box(text: str, sections: Mapping[str, type[BaseModel]]) -> str:
         else:
             similar = [part for part in parts[1:-1] if not any(f"to --{name}:" in part for name in usual)]
             parts[1:-1] = [*lines, *similar]
+    choice = r"(invalid choice '(.+)' for argument \S+)\. Expected one of \((.+)\)\."
+    parts[0] = re.sub(choice, _suggest_choice, parts[0])
     parts[0] = re.sub(r"invalid literal for int\(\) with base 10: (.+)", r"\1 is not an integer", parts[0])
     parts[0] = re.sub(r"could not convert string to float: (.+)", r"\1 is not a number", parts[0])
     parts[0] = re.sub(r"no type matching (.+) could be instantiated from \[(.+)\]\.", _name_kinds, parts[0])
     return "\n  ".join(parts)
+
+
+def _suggest_choice(found: re.Match[str]) -> str:
+    near = did_you_mean(found[2], re.findall("'([^']*)'", found[3]))
+    return f"{found[1]}; {near}" if near.startswith("did") else found[0]
 
 
 def _is_rule(row: str) -> bool:

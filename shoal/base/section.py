@@ -130,6 +130,9 @@ def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str
         known = next((name for name in list_usual(keys[-1]) if name in section.model_fields), keys[-1])
         return f"there is no key '{dotted}'; ", did_you_mean(known, section.model_fields)
     what = "input should be a table" if error["type"] == "model_type" else error["msg"].removeprefix("Value error, ")
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        near = did_you_mean(error["input"], re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+        what = f"there is no such value; {near}" if near.startswith("did") else what
     of_table = error["type"] in ("missing", "value_error") and isinstance(error["input"], dict)  # several keys
     given = "" if of_table else f" = {truncate(error['input'])}"
     return f"{dotted}{given}: ", f"{what[0].lower()}{what[1:]}"

@@ -21,6 +21,7 @@ USUAL_NAMES = {
     "overlap": "overlap_grad_reduce",
     "reshard_after_forward": "fsdp_reshard_after_forward",
     # model
+    "model.name": "flavor model_name",
     "layers": "num_layers num_hidden_layers n_layer n_layers",
     "hidden": "hidden_size n_embd dim d_model embedding_dim",
     "heads": "num_attention_heads n_head n_heads num_heads",

@@ -10,7 +10,7 @@ import pytest
 
 import shoal
 from shoal.base.section import Section, plain
-from shoal.cli.arguments import parse_run
+from shoal.cli.arguments import parse_run, split_run_file
 from shoal.cli.main import main
 from shoal.cli.run.chaos import ChaosOptions
 from shoal.cli.run.train import TrainOptions
@@ -351,6 +351,7 @@ def test_bad_input_is_one_line_and_code_2(words, message, capsys):
         ("data inspect --parallel.tp 2", "Unrecognized options: --parallel.tp, 2"),
         ("bench step --turs 3", "Unrecognized options: --turs, 3\n  Perhaps you meant: --turns INT"),
         ("explain experts --modle x", "Unrecognized options: --modle, x\n  Perhaps you meant: --model STR"),
+        ("train --train.precision bfloat16", "invalid choice 'bfloat16' for argument '--train.precision'; did you"),
         ("train --parallel.zero 7", "invalid choice '7' for argument '--parallel.zero'. Expected one of ('0', '1',"),
         ("train --parallel.tp two", "Error parsing --parallel.tp: 'two' is not an integer"),
         ("train --train.steps 1.5", "Error parsing --train.steps: '1.5' is not an integer"),
@@ -397,3 +398,9 @@ def test_an_interrupt_is_quiet_and_a_bug_is_loud(monkeypatch, capsys):
     monkeypatch.setitem(vars(shoal), "train", raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         main(["train"])
+
+
+def test_a_text_that_ends_in_toml_is_not_the_file_of_the_run() -> None:
+    words = ["--data.paths", "notes.toml"]
+    assert split_run_file(words) == (None, words)
+    assert split_run_file([*words, "run.toml"]) == (Path("run.toml"), words)

@@ -123,6 +123,7 @@ def test_a_config_cannot_be_changed():
         ("[parallel]\ntp = 0", "parallel.tp = 0: input should be greater than 0"),
         ("[parallel]\nzero = 4", "parallel.zero = 4: input should be 0, 1, 2 or 3"),
         ("[parallel]\nschedule = 'zb-h'", "'zb-h': there is no such schedule; did you mean 'zb-h1' or 'zb-h2'?"),
+        ("[optimizer]\nname = 'AdamW'", "optimizer.name = 'AdamW': there is no such value; did you mean 'adamw'?"),
         ("[train]\nsteps = 'many'", "train.steps = 'many': input should be a valid integer"),
         ("[train]\nsteps = 1.5", "train.steps = 1.5: input should be a valid integer"),
         ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan: input should be a finite number"),
