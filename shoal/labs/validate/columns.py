@@ -26,6 +26,10 @@ _ACCELERATORS = (  # word, GB of memory, name in the catalog, node; the first ma
     ("v5e", "", "tpu-v5e", "v5e"), ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
 )  # fmt: skip
 _GATHERED_AGAIN = 14_018_000  # first job of nanotron's benchmark that gathers inputs again (by memory)
+_OFFLOADED = {  # layers, by model, accelerator and number format
+    ("llama3-70b", "GB300", "bf16"): 30, ("llama3-70b", "GB300", "fp8"): 20, ("llama3-70b", "GB200", "bf16"): 20,
+    ("llama3-70b", "GB200", "fp8"): 40, ("llama3-70b", "B200", "fp8"): 5,
+}  # fmt: skip
 VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
 _NETWORKS = (("efa", "efa"), ("omni", "omni-path"), ("roce", "roce"), ("nics", "roce"))
 _PER_NODE = (  # bandwidth between nodes: the product of the numbers, Gb/s
@@ -251,6 +255,27 @@ def framework(row: Row) -> str:
 def sends_rows_once(row: Row, default: bool) -> bool:
     """Whether rows are copied to experts inside nodes: Megatron-Bridge's recipes have `moe_flex_dispatcher_backend`."""
     return default or "Megatron-Bridge" in (row.get("framework") or "")
+
+
+def fuses_loss(row: Row, default: bool) -> bool:
+    """Return whether the loss writes the gradient of the logits in their place.
+
+    Megatron-Bridge's recipes of published runs set `cross_entropy_fusion_impl = "te"` (`scripts/performance/utils/
+    overrides.py`), whose kernels do (Transformer Engine, `pytorch/triton/cross_entropy.py`).
+    """
+    return default or "Megatron-Bridge" in (row.get("framework") or "")
+
+
+def offloaded_layers(row: Row) -> int:
+    """Return the layers whose stored tensors wait in the host's memory.
+
+    Megatron-Bridge's recipes of Llama-3-70B with FSDP set `cpu_offloading_num_layers` (`scripts/performance/configs/
+    llama/llama3_workload_base_configs.py`).
+    """
+    if "Megatron-Bridge" not in (row.get("framework") or "") or row.get("dp_mode") != "FSDP":
+        return 0
+    width = "bf16" if "BF16" in (row.get("precision") or "") else "fp8"
+    return _OFFLOADED.get((row.get("model") or "", row.get("gpu") or "", width), 0)
 
 
 def expert_tensor(row: Row) -> int | None:

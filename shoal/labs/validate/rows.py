@@ -226,6 +226,8 @@ def _software(row: Row, software: Software) -> Software:
         "reduce_bytes": columns.gradient_bytes(row, software.reduce_bytes),
         "gathers_kept": columns.gathers_kept(row, software.gathers_kept),
         "offloads_heads": (row.get("recompute") or "").startswith("qkv_proj_offloaded"),
+        "fused_loss": columns.fuses_loss(row, software.fused_loss),
+        "offloaded_layers": columns.offloaded_layers(row),
         "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
     })  # fmt: skip
 

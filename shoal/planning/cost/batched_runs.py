@@ -122,6 +122,7 @@ class Runs:
     fused_loss: np.ndarray = _optional(0)
     kept_ffn: np.ndarray = _optional(4)
     kept_bytes: np.ndarray = _optional(2)
+    keeps_quantised: np.ndarray = _optional(0)
     recomputes_heads: np.ndarray = _optional(0)
     paired: np.ndarray = _optional(0)
     pads_values: np.ndarray = _optional(0)
@@ -134,6 +135,7 @@ class Runs:
     parallel_block: np.ndarray = _optional(0)
     drops_unused: np.ndarray = _optional(0)
     offloads_heads: np.ndarray = _optional(0)
+    offloaded_layers: np.ndarray = _optional(0)
     blocking: np.ndarray = _optional(0)
 
     @staticmethod

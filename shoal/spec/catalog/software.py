@@ -68,11 +68,16 @@ class Software(Section):
     kept_ffn: PositiveInt = 4
     # Bytes per element of what is stored for the backward: inputs of products, and tensors of a gated block
     kept_bytes: PositiveFloat = 2
+    # Whether the inputs of products in 8 and 4 bits are stored as they are multiplied, in 8
+    keeps_quantised: bool = False
     # Whether the backward makes the outputs of norms, and heads from their latents, again
     recomputes_heads: bool = False
     # Whether a recomputed layer leaves out what no gradient needs: its last product, and the sum of its result
     drops_unused: bool = False
     offloads_heads: bool = False  # Whether it finds queries, keys and values in the host's memory
+    # Layers of a rank whose stored tensors wait in the host's memory for their backward (Megatron-Core's
+    # `cpu_offloading_num_layers`); they travel while other layers are computed
+    offloaded_layers: NonNegativeInt = 0
     # Whether latent attention's values get zeros up to the width of queries, for kernels that take equal widths
     pads_values: bool = False
     # Whether a token's row is sent once to each node that has experts of it, and copied there (DeepEP, HybridEP)

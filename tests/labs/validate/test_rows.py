@@ -140,7 +140,8 @@ def test_what_a_source_says_of_its_runs(location: str, gpus: int, reduced: int, 
     assert (software.gradient_bytes, software.reduce_bytes, software.blocking) == (reduced, reduced, blocking)
     assert found.run.layout.recompute == ("none" if "ground_truth_single" in location else "full"), "whatever is stated"
     bridge = read_row(row(framework="Megatron-Core (Megatron-Bridge) 26.06", step_time_s=1), "file").run.software
-    assert (bridge.gradient_bytes, bridge.reduce_bytes) == (2, 2), "by its recipes"
+    assert (bridge.gradient_bytes, bridge.reduce_bytes, bridge.fused_loss) == (2, 2, True), "by its recipes"
+    assert not found.run.software.fused_loss
     for release, kind, arch, fused in (
         ("26.06.01", "MXFP8", "moe", True), ("26.04.01", "MXFP8", "moe", False), ("26.08", "BF16", "moe", False),
         ("26.08", "MXFP8", "dense", False),
@@ -223,6 +224,20 @@ def test_what_a_published_accelerator_is(gpu: str, memory: str, peak: float, ban
     given = row(gpu=gpu, gpu_mem_gb=memory, layout=(72, 1, 1), global_batch=72, step_time_s=1)
     run = describe_row(read_row(given, "file").run)
     assert (run["peak"], run["hbm"], run["per_node"]) == (peak, bandwidth, per_node)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "mode", "layers"),
+    [
+        ("GB200", "FP8-CS", "FSDP", 40), ("GB300", "FP8", "FSDP", 20), ("GB300", "BF16", "FSDP", 30),
+        ("GB200", "FP8-CS", "DDP+dist-opt", 0), ("H100-SXM-80GB", "FP8", "FSDP", 0),
+    ],
+)  # fmt: skip
+def test_recipes_that_keep_layers_in_the_memory_of_the_host(gpu: str, precision: str, mode: str, layers: int) -> None:
+    stated = {"gpu": gpu, "precision": precision, "dp_mode": mode, "model": "llama3-70b"}
+    for framework, expected in (("Megatron-Core (Megatron-Bridge) 26.04", layers), ("NeMo 24.07", 0)):
+        found = read_row(row(framework=framework, step_time_s=1) | stated, "file").run.software
+        assert found.offloaded_layers == expected
 
 
 def test_times_from_throughput_and_none_from_what_did_not_fit() -> None:

@@ -93,6 +93,26 @@ def test_fused_blocks_keep_less(kept: int, tensors: int) -> None:
     assert allocated() - allocated(kept_ffn=kept) == pytest.approx(tensors * 32 * 2 * 8192 * 14336 / 4)
 
 
+def test_inputs_of_products_are_kept_in_8_bits_where_they_are_multiplied_so() -> None:
+    """Per layer and token: two norms and the block's product lose a byte, attention's result is kept twice."""
+    narrow = {"quantised": 1, "quantised_peak": 2e15}
+    less = allocated(**narrow) - allocated(**narrow, keeps_quantised=1)
+    assert less == pytest.approx(32 * 8192 * (2 * 4096 + 14336 - 4096) / 4)
+    assert allocated(keeps_quantised=1) == allocated()
+
+
+def test_layers_in_the_memory_of_the_host_keep_nothing() -> None:
+    half, none, all_of_them = (allocated(offloaded_layers=n) for n in (16, 32, 99))
+    assert allocated() - half == pytest.approx(half - none) and half > none == all_of_them
+
+
+def test_a_loss_that_writes_over_the_logits_needs_two_bytes_for_each() -> None:
+    logits = 8192 * 128256 / 4
+    assert allocated(fused_loss=1) - allocated(fused_loss=1, vocab=64128) == pytest.approx(
+        allocated() - allocated(vocab=64128) - (calibration()["logit_bytes"][0] - 2) * logits / 2
+    )
+
+
 def test_smaller_accelerators_are_charged_no_larger_part_for_what_no_allocator_has() -> None:
     constants = calibration()
     libraries, spare = float(constants["context"]) * 1e9, float(constants["headroom"])

@@ -87,7 +87,7 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     after = np.where(r.pp > 2, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive, 0.0)
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
     unsplit = r.unsplit_logits > 0  # the gathered copy in fp32, and its gradient
-    each = k.constant("logit_bytes") * np.where(r.fused_loss > 0, 0.5, 1.0)
+    each = np.where(r.fused_loss > 0, E, k.constant("logit_bytes"))
     logits = r.tokens * r.vocab * np.where(unsplit, each + 8, each / r.tp)
     held = again + k.constants["gather_buffers"] * _gathered(k)
     first = _rank(k, first_layers, 1, alive, kept, held + np.where(alone, logits, 0.0))
@@ -130,15 +130,17 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
     norms = k.constant("kept_hidden") + k.constants["kept_norm"] * (1 - r.fused_norm)
     normed = 1 - r.recomputes_heads  # whether outputs of norms are stored
-    hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + normed * 2 * inputs * r.kept_bytes)
+    narrow = r.keeps_quantised * r.quantised  # attention stores its result in 16 bits, the next product in 8
+    each = np.where(narrow > 0, 1.0, r.kept_bytes)  # bytes of an input of a product
+    hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + normed * 2 * inputs * each)
     out, made = r.heads * r.values / r.tp, E * r.tokens * (q + 2 * kv)
-    heads = r.tokens * (E * out + 4 * r.heads / r.tp) + normed * made
+    heads = r.tokens * ((E + narrow) * out + 4 * r.heads / r.tp) + normed * made
     heads = heads + E * r.latents * (between + normed * r.tokens)  # latents, and normalised
     scores = r.b / r.cp * r.heads / r.tp * r.s**2
-    each = 2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)
-    softmax = np.where(k.scores_in_memory, scores * each, 0.0)
-    inside = np.where(r.gated > 0, r.kept_ffn, 2.0)
-    full = hidden + heads + softmax + r.kept_bytes * inside * r.tokens * r.ffn * r.active / r.tp
+    score_bytes = 2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)
+    softmax = np.where(k.scores_in_memory, scores * score_bytes, 0.0)
+    inside = r.kept_bytes * (np.where(r.gated > 0, r.kept_ffn, 2.0) - 1) + each  # the last product's input is one
+    full = hidden + heads + softmax + inside * r.tokens * r.ffn * r.active / r.tp
     mode = r.code("recompute")
     start = E * between * r.hidden
     # Every second product of (q, k, v, output, gate, up, down), starting with q; and the attention core's output.
@@ -171,7 +173,7 @@ def _rank(
     gradients = np.where(replicated, weights * (r.gradient_bytes + r.bucket_copies * (r.dp > 1)), share * 4)
     gathered = E * np.where(r.unsharded, weights, k.constant("gathered_layers") * layer + ends / 2)
     gathered = np.where(replicated, 0.0, gathered + r.unsharded * weights * r.gradient_bytes)
-    activations, unread = layers * alive * kept, _unread(k, layers, alive)
+    activations, unread = np.maximum(layers - r.offloaded_layers, 0) * alive * kept, _unread(k, layers, alive)
     holes = np.where(r.microbatches > r.pp, k.constant("fragmentation"), 0.0)
     return RankBytes(
         np.where(replicated, E * weights, 0.0), gradients, share * (OPTIMIZER + r.shard_copies * sharded), activations,
