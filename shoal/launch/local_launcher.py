@@ -143,6 +143,8 @@ class RankProcesses:
                 if self.stop.count and not self.kept:
                     break  # those that are kept save their state first
                 self._start(module, rank, ranks, environment)
+            if not self.processes:
+                return Ending(128 + signal.SIGTERM, None, -1)  # as if they had started and were ended
             self.started(self.server.pid, self.scratch, [process.pid for process in self.processes])
             return self._watch()
         except (PreforkServerEnded, OSError) as error:
@@ -264,12 +266,8 @@ class RankProcesses:
         )
 
     def _code(self) -> int:
-        if all(process.returncode == 0 for process in self.processes) and self.processes:
-            return 0
-        stopped = any(process.returncode == PREEMPTED for process in self.processes) or not self.processes
-        if not stopped or (self.stop.count and not self.stop.preempted):
-            return 0
-        return PREEMPTED
+        stopped = any(process.returncode == PREEMPTED for process in self.processes)
+        return PREEMPTED if stopped and not (self.stop.count and not self.stop.preempted) else 0
 
     def _bad(self) -> set[int]:
         """Return the ranks that ended abnormally."""

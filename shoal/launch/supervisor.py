@@ -34,6 +34,7 @@ from shoal.training.resilience.effective_time import EffectiveTime
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import HeartbeatRecord
 from shoal.training.resilience.owned_folders import temporary_folder
+from shoal.training.run_folder import resume_command
 from shoal.training.stop import PREEMPTED, StopRequests
 
 PROCESSES_FILE = "processes.json"
@@ -96,7 +97,7 @@ class Supervisor:
             finally:
                 self._end_kept()
                 end_processes([spare.process for spare in self._spares])
-            code = PREEMPTED if ending.cause and self.stop.preempted else ending.code
+            code = PREEMPTED if ending.code and self.stop.preempted else ending.code
             self._report_end(code)
             return code
 
@@ -354,6 +355,9 @@ class Supervisor:
             effective=round(counted / seconds, 4), failures=self.failures, lost=self.lost,
             recovery=average and round(average, 2),
         )
+        if self.stop.count and code and not counted:
+            again = resume_command(self.folder, self.config)
+            warn(f"stopped before the end of the first step, so nothing is saved; start again with: {again}")
         if self.recoveries:
             warn(
                 f"failures: {self.failures}; steps repeated: {self.lost}; {average:.1f} s to the next step on average"

@@ -142,6 +142,14 @@ def test_an_end_that_nobody_asked_for_is_told_also_during_a_stop(tmp_path, capfd
     assert capfd.readouterr().err.startswith("rank 0") == told
 
 
+def test_a_stop_before_any_rank_starts_is_no_success(tmp_path):
+    stop, server = StopRequests(), Mock()
+    stop.count = 1
+    ending = RankProcesses(tmp_path, tmp_path, "cpu", stop, server, FailoverConfig()).run("program", 2, {})
+    assert ending == Ending(128 + signal.SIGTERM, None, -1)
+    server.start.assert_not_called()
+
+
 def test_a_log_goes_on_where_the_last_launch_died(folder, server, capfd):
     for act in ("raise", "die"):
         launch(server, {"folder": str(folder), "act": act}, folder / "logs")

@@ -204,6 +204,19 @@ def test_a_stop_is_saved_and_has_its_code(signum, code, supervised, corpus, tmp_
     assert not events(folder, "failure")
 
 
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 143), (signal.SIGTERM, 75)])
+def test_a_stop_before_the_first_step_says_that_nothing_is_saved(signum, code, corpus, tmp_path):
+    file, folder = tmp_path / "run.toml", tmp_path / "my run"
+    save_config(config_of(corpus), file)
+    process = start("train", file, "--run-folder", folder)
+    wait_for(lambda: (folder / PROCESSES_FILE).exists())
+    process.send_signal(signum)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == code, said
+    assert f"nothing is saved; start again with: shoal train --resume '{folder}'" in said
+    assert shoal("train", "--resume", folder)[0] == 0
+
+
 def test_a_dead_server_is_replaced(corpus, tmp_path, undisturbed):
     """Killing it kills all ranks at once."""
     file, folder = tmp_path / "run.toml", tmp_path / "run"
