@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pydantic import PositiveInt
+
 from shoal.base.errors import UsageError
 from shoal.base.terminal import outlive_readers
 from shoal.engine.data.corpus import check_read
@@ -33,7 +35,7 @@ from shoal.training.stop import StopRequests
 def train(
     config: RunConfig,
     *,
-    ranks: int | None = None,
+    ranks: PositiveInt | None = None,
     run_folder: str | Path | None = None,
     resume: str | Path | None = None,
     auto_resume: bool = False,

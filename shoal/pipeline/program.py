@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from pydantic import PositiveInt
+
 from shoal.base.errors import UsageError
 
 
@@ -186,8 +188,8 @@ class Schedule(NamedTuple):
 
 
 def build_program(
-    schedule: Schedule, ranks: int, microbatches: int, *, virtual_stages: int = 1, zero: int = 0,
-    sequence_slices: int = 1, transfers: bool = True, paired: bool = False,
+    schedule: Schedule, ranks: PositiveInt, microbatches: PositiveInt, *, virtual_stages: PositiveInt = 1,
+    zero: int = 0, sequence_slices: PositiveInt = 1, transfers: bool = True, paired: bool = False,
 ) -> Program:  # fmt: skip
     """Build the program of a schedule.
 

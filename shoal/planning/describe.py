@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pydantic import PositiveInt
+
 from shoal.base.errors import UsageError
 from shoal.planning.estimable import check_device, check_estimable, check_layout_on_cluster, check_names
 from shoal.planning.estimate import StepEstimate
@@ -24,7 +26,7 @@ TOKENS_PER_STEP = 4 * 2**20
 
 def estimate(
     layout: Layout, *, model: str | ModelShape | None = None, cluster: str | Cluster = "8xH100",
-    config: RunConfig | None = None, sequence_length: int | None = None, global_batch: int | str | None = None,
+    config: RunConfig | None = None, sequence_length: PositiveInt | None = None, global_batch: int | str | None = None,
     precision: str | None = None, optimizer: str | None = None, fill: bool | None = None,
     software: str | Software = "shoal",
 ) -> StepEstimate:  # fmt: skip
@@ -69,7 +71,7 @@ def estimate(
 
 def describe_run(
     layout: Layout, *, model: str | ModelShape | None = None, cluster: str | Cluster = "8xH100",
-    config: RunConfig | None = None, sequence_length: int | None = None, global_batch: int | str | None = None,
+    config: RunConfig | None = None, sequence_length: PositiveInt | None = None, global_batch: int | str | None = None,
     precision: str | None = None, optimizer: str | None = None, fill: bool | None = None,
     software: str | Software = "shoal",
 ) -> EstimatedRun:  # fmt: skip

@@ -14,6 +14,9 @@ from shoal.base.calls import WRONG, check_arguments, convert
 from shoal.base.errors import UsageError
 from shoal.spec.config import build_config
 
+PROGRAM = shoal.build_program(shoal.SCHEDULES["1f1b"], ranks=2, microbatches=4)
+LINEAR = torch.nn.Linear(4, 4).double()
+
 
 @pytest.mark.parametrize(("kind", "given", "expected"), [
     (int, np.int64(3), 3), (int, torch.tensor(3), 3), (int, 1e4, 10_000), (int, 1.5, WRONG), (int, "3", WRONG),
@@ -68,6 +71,15 @@ def test_all_kinds_of_parameters_are_checked():
     (lambda: shoal.RunConfig(train={"stpes": 3}), "RunConfig: there is no key 'train.stpes'; did you mean 'steps'?"),
     (lambda: shoal.calibrate(ranks=[]), "calibrate: ranks = \\[\\]: no number of ranks"),
     (lambda: shoal.calibrate(rounds=0), "calibrate: rounds = 0.\n  Give int > 0"),
+    (lambda: shoal.estimate(shoal.Layout(), sequence_length=0), "sequence_length = 0.\n  Give int > 0 or None"),
+    (lambda: shoal.plan("tiny", sequence_length=-1), "plan: sequence_length = -1.\n  Give int > 0 or None"),
+    (lambda: shoal.train(build_config({}), ranks=-2), "train: ranks = -2.\n  Give int > 0 or None"),
+    (lambda: shoal.build_program(shoal.SCHEDULES["1f1b"], 2, 0), "build_program: microbatches = 0.\n  Give int > 0"),
+    (lambda: shoal.simulate(PROGRAM, tp=-1), "simulate: tp = -1.\n  Give int > 0"),
+    (lambda: shoal.simulate(PROGRAM, np.ones(3)), r"times: an array of shape \(3,\), and the program has \d+ actions"),
+    (lambda: shoal.plan_operators(LINEAR, (torch.ones(2, 4),), stages=0), "stages = 0.\n  Give int > 0"),
+    (lambda: shoal.plan_operators(LINEAR, (torch.ones(2, 4),), memory="0"), "no split of the operators fits into"),
+    (lambda: shoal.export_megatron(build_config({}).data, ""), "names no file"),
     (lambda: shoal.load_config(None), "load_config: path = None.\n  Give str or Path."),
 ])  # fmt: skip
 def test_messages_name_what_was_given_and_what_is_allowed(call, message):

@@ -153,6 +153,8 @@ def export_megatron(data: DataConfig, out: str | Path) -> list[Path]:
     check_read(data)
     if data.reads == "synthetic":
         raise UsageError("data.source = 'synthetic' is drawn on use, and has no end.\n  Use another source.")
+    if not Path(out).name:
+        raise UsageError(f"out = '{out}' names no file.\n  Give the start of their names, such as corpus/notes.")
     out, tokenizer, written = Path(out), load_tokenizer(data.tokenizer), []
     for name, source in data.sources().items():
         if source.chat:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import PositiveInt
 from torch import nn
 
 from shoal.base.errors import UsageError, did_you_mean
@@ -39,8 +40,8 @@ def plan_operators(
     *,
     cluster_name: str = "8xA100",
     mesh: str = "",
-    stages: int = 1,
-    microbatches: int = 1,
+    stages: PositiveInt = 1,
+    microbatches: PositiveInt = 1,
     precision: str = "bf16",
     memory: str = "",
 ) -> OperatorPlan | StagedPlan:
@@ -57,7 +58,7 @@ def plan_operators(
 
     Raises:
         UsageError: an unknown name, a module without a graph, or a mesh that does not match the cluster.
-        NothingFits: no plan fits into the memory.
+        NothingFits: no plan fits into the memory; a `UsageError`.
 
     >>> import torch
     >>> from shoal.labs.autoshard.operators import plan_operators

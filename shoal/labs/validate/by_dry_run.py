@@ -59,7 +59,7 @@ class DryRun:
 
 def dry_run(
     layout: Layout, *, model: str | None = None, cluster: str = "8xH100", config: RunConfig | None = None,
-    sequence_length: int | None = None, global_batch: int | str | None = None, precision: str | None = None,
+    sequence_length: PositiveInt | None = None, global_batch: int | str | None = None, precision: str | None = None,
     optimizer: str | None = None, fill: bool | None = None, rank: int = 0, steps: PositiveInt = 4,
     measure: bool = False,
 ) -> DryRun:  # fmt: skip

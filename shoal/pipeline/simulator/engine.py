@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from pydantic import PositiveInt
 
 from shoal.base.errors import UsageError
 from shoal.pipeline.program import Program
@@ -51,8 +52,8 @@ def simulate(
     links: MessageTimes | None = None,
     *,
     disturbance: Disturbance | None = None,
-    dp: int = 1,
-    tp: int = 1,
+    dp: PositiveInt = 1,
+    tp: PositiveInt = 1,
     tied: bool = False,
 ) -> Timeline:
     """Simulate one step.
@@ -83,6 +84,9 @@ def simulate(
     columns, (producer, consumer) = player.columns, player.messages
     replicas, slower = _group_replicas(disturbance, columns.ranks, dp, tp)
     rows, kinds, rank = columns.rows, len(replicas), columns.rank
+    if isinstance(times, np.ndarray) and times.shape != (rows,):
+        raise UsageError(f"times: an array of shape {times.shape}, and the program has {rows} actions.\n  "
+                         "Give a duration for each row of its columns, or ActionTimes.")
     source, target = rank[producer], rank[consumer]
 
     computing = slower[:, rank, rank]  # [kinds, rows]

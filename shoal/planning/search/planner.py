@@ -7,6 +7,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
+from pydantic import PositiveInt
+
 from shoal.base.calls import check_arguments
 from shoal.base.errors import UsageError
 from shoal.base.units import DAY, HOUR
@@ -83,7 +85,7 @@ class LayoutPlanner:
     @check_arguments
     def __init__(
         self, model: str | None = None, cluster: str = "8xH100", *, config: RunConfig | None = None,
-        global_batch: int | str | None = None, sequence_length: int | None = None, precision: str | None = None,
+        global_batch: int | str | None = None, sequence_length: PositiveInt | None = None, precision: str | None = None,
         optimizer: str | None = None, fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
     ):  # fmt: skip
         shape = find_shape(model, config)
@@ -309,7 +311,7 @@ class LayoutPlanner:
 
 def plan(
     model: str | None = None, cluster: str = "8xH100", *, config: RunConfig | None = None,
-    global_batch: int | str | None = None, sequence_length: int | None = None, precision: str | None = None,
+    global_batch: int | str | None = None, sequence_length: PositiveInt | None = None, precision: str | None = None,
     optimizer: str | None = None, fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
 ) -> Plan:  # fmt: skip
     """Find the fastest layouts of a model on a cluster that fit its memory.

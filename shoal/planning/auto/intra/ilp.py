@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shoal.base.errors import UsageError
 from shoal.planning.auto.intra.problem import ShardingProblem, TensorMoves
 
 SECONDS = 120.0  # time limit of a solve
@@ -24,11 +25,12 @@ INFEASIBLE = 2  # among the codes of `scipy.optimize.milp`
 GAP = 1e-6  # relative to the cost: a solution this near to the optimum is accepted
 
 
-class NothingFits(Exception):
+class NothingFits(UsageError):
     """No choice for all decisions fits into the memory, or is possible at all."""
 
     def __init__(self, proven: bool = True):
-        super().__init__()
+        why = "fits into the memory of a device" if proven else f"was found within {SECONDS:.0f} s per solve"
+        super().__init__(f"no split of the operators {why}.\n  Give more devices, more memory, or smaller inputs.")
         self.proven = proven  # False if the time limit ended the search before it found a choice
 
 
