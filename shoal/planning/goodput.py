@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from shoal.base.errors import UsageError
 from shoal.base.units import DAY, HOUR, TIME, parse, show_seconds
@@ -206,9 +207,10 @@ class GoodputForecast:
 
 
 def goodput(
-    devices: int, *, mtbf: float | None = None, checkpoint: float | str = 30.0, flush: float | str = 0.0,
-    restart: float | str = 300.0, interval: float | str | None = None, per_node: int = 8, spares: int | None = None,
-    repair: float | str = DAY, availability: float = 0.99, failures: int = 20000, seed: int = 0,
+    devices: PositiveInt, *, mtbf: PositiveFloat | None = None, checkpoint: float | str = 30.0,
+    flush: float | str = 0.0, restart: float | str = 300.0, interval: float | str | None = None,
+    per_node: PositiveInt = 8, spares: NonNegativeInt | None = None, repair: float | str = DAY,
+    availability: float = 0.99, failures: PositiveInt = 20000, seed: NonNegativeInt = 0,
 ) -> GoodputForecast:  # fmt: skip
     """Forecast the productive share of a long training run's time under device failures.
 
@@ -242,7 +244,11 @@ def goodput(
     )
     if not stop:
         raise UsageError("--checkpoint 0s: a save that costs nothing would be made all the time.\n  Give its cost.")
+    if not 0 < availability < 1:
+        raise UsageError(f"--availability {availability}: a share of time between 0 and 1.\n  Give one such as 0.99.")
     chosen = None if interval is None else _seconds("interval", interval)
+    if chosen == 0:
+        raise UsageError("--interval 0s: nothing would be computed between saves.\n  Give a longer one.")
     if chosen is not None and chosen < written:
         raise UsageError(
             f"--flush {flush}: longer than --interval {interval}; a save would not be written when the "
@@ -269,4 +275,7 @@ def goodput(
 
 
 def _seconds(name: str, time: float | str) -> float:
-    return parse(time, UNITS, where=f"--{name}") if isinstance(time, str) else float(time)
+    seconds = parse(time, UNITS, where=f"--{name}") if isinstance(time, str) else float(time)
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"--{name} {time}: no duration.\n  Give seconds, or text with a unit such as 5min.")
+    return seconds

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shoal
+from shoal.base.errors import UsageError
 from shoal.base.units import DAY, HOUR
 from shoal.cli.main import main
 from shoal.planning.goodput import (
@@ -145,3 +147,15 @@ def test_one_job_is_drawn_too(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["goodput", *words.split()]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    ({"devices": 0}, "devices = 0.\n  Give int > 0"), ({"mtbf": 0.0}, "mtbf = 0.0.\n  Give float > 0 or None"),
+    ({"checkpoint": -1.0}, "--checkpoint -1.0: no duration"),
+    ({"restart": float("nan")}, "--restart nan: no duration"),
+    ({"interval": 0}, "--interval 0s: nothing would be computed"), ({"per_node": 0}, "per_node = 0"),
+    ({"spares": -1}, "spares = -1.\n  Give int >= 0"), ({"availability": 2}, "--availability 2: a share"),
+])  # fmt: skip
+def test_what_no_job_can_have_is_refused(wrong, says):
+    with pytest.raises(UsageError, match=says):
+        shoal.goodput(**{"devices": 8, "failures": 10} | wrong)
