@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -166,7 +167,9 @@ class Run:
                 print(f"layout auto: {found.fitting[0].summary()}{why}")
 
     @check_arguments
-    def train(self, steps: int, *, folder: str | Path | None = None, resume: str | Path | None = None) -> RunResult:
+    def train(
+        self, steps: PositiveInt, *, folder: str | Path | None = None, resume: str | Path | None = None
+    ) -> RunResult:
         """Train up to a step, in a new run folder (default: under ``runs/``) or in that of a run to resume.
 
         Raises:
@@ -184,7 +187,7 @@ class Run:
         return RunResult(where[0], code, read_metrics(where[0]), self.own)
 
     @check_arguments
-    def verify(self, layout: Layout | None = None, *, steps: int = 3, show: bool = True) -> Verification:
+    def verify(self, layout: Layout | None = None, *, steps: PositiveInt = 3, show: bool = True) -> Verification:
         """Compare a layout (default: the run's) with plain PyTorch and with one device, in float64.
 
         Raises:
@@ -205,7 +208,7 @@ class Run:
 
     @check_arguments
     def dry_run(
-        self, layout: Layout | None = None, *, cluster: str | None = None, rank: int = 0, steps: int = 4,
+        self, layout: Layout | None = None, *, cluster: str | None = None, rank: int = 0, steps: PositiveInt = 4,
         measure: bool = False,
     ) -> OwnDryRun:
         """Run the first steps of one rank of a layout on fake tensors, and count its memory, FLOPs and transfers.

@@ -16,6 +16,7 @@ from shoal.spec.config import build_config
 
 PROGRAM = shoal.build_program(shoal.SCHEDULES["1f1b"], ranks=2, microbatches=4)
 LINEAR = torch.nn.Linear(4, 4).double()
+OWN = shoal.Run(model=lambda: LINEAR, loss=lambda m, b: (m(b).sum(), len(b)), data=torch.ones(8, 4), global_batch=8)
 
 
 @pytest.mark.parametrize(("kind", "given", "expected"), [
@@ -80,6 +81,8 @@ def test_all_kinds_of_parameters_are_checked():
     (lambda: shoal.plan_operators(LINEAR, (torch.ones(2, 4),), stages=0), "stages = 0.\n  Give int > 0"),
     (lambda: shoal.plan_operators(LINEAR, (torch.ones(2, 4),), memory="0"), "no split of the operators fits into"),
     (lambda: shoal.export_megatron(build_config({}).data, ""), "names no file"),
+    (lambda: OWN.dry_run(steps=0), "dry_run: steps = 0.\n  Give int > 0"),
+    (lambda: OWN.verify(steps=0), "verify: steps = 0.\n  Give int > 0"),
     (lambda: shoal.load_config(None), "load_config: path = None.\n  Give str or Path."),
 ])  # fmt: skip
 def test_messages_name_what_was_given_and_what_is_allowed(call, message):
