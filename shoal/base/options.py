@@ -312,10 +312,18 @@ def _by_usual_name(unknown: str, sections: Mapping[str, type[BaseModel]]) -> Ite
     """Yield the options that other trainers call by an unknown name, or that have this name in another section."""
     for known in list_usual(unknown.rpartition(".")[2].replace("-", "_")):
         for section, kind in sections.items():
-            for field in kind.model_fields:
-                option = f"{section}{'.' * bool(section)}{field}".replace("_", "-")
-                if known in (field, f"{section}.{field}", f"--{option}"):
-                    yield f"--{option}"
+            for path in _list_fields(kind, (section,) if section else ()):
+                option = "--" + ".".join(path).replace("_", "-")
+                if known in (path[-1], ".".join(path), option):
+                    yield option
+
+
+def _list_fields(section: type[BaseModel], outer: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _list_fields(field.annotation, (*outer, name))
+        elif POSITIONAL not in field.metadata:
+            yield (*outer, name)
 
 
 def listed(subjects: Mapping[str, str], width: int) -> list[str]:

@@ -324,7 +324,7 @@ def model_type(shape: ModelShape, where: str = "model") -> str:
         if (kind == latent or not (latent or kind.startswith("deepseek"))) and _has_parts(kind, family, shape):
             return kind
     given = {name: getattr(shape, name) for name in (*_PARTS, *_GEMMAS, "window", "pattern") if getattr(shape, name)}
-    given |= {"experts": experts.ffn} if experts else {}
+    given |= {f"experts.{name}": getattr(experts, name) for name in ("normalise", "biases")} if experts else {}
     shown = ", ".join(f"{name} = {value}" for name, value in given.items())
     raise UsageError(f"{where}: no family of transformers that shoal writes has these parts together: {shown}.")
 
@@ -355,7 +355,7 @@ def _has_parts(kind: str, family: HFFamily, shape: ModelShape) -> bool:
         return False
     if experts and experts.biases != (kind == "gpt_oss"):
         return False
-    if kind in ("mixtral", "gpt_oss") and experts and (not experts.normalise or experts.ffn != shape.ffn):
+    if kind in ("mixtral", "gpt_oss") and experts and not experts.normalise:
         return False
     if kind == "gpt2" and shape.kv_heads != shape.heads:
         return False

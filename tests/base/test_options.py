@@ -11,6 +11,7 @@ from shoal.base.usual_names import USUAL_NAMES
 from shoal.cli.estimate import EstimateOptions
 from shoal.cli.run.data import TokenizerOptions
 from shoal.spec.config import DataConfig, OptimizerConfig, RunConfig
+from shoal.spec.config.model import ExpertsConfig
 from shoal.spec.layout import Layout
 
 
@@ -62,6 +63,7 @@ def test_names_of_other_trainers_lead_to_fields_that_exist() -> None:
     kinds = {name: type(field.default) for name, field in RunConfig.model_fields.items()}
     fields = {name for kind in kinds.values() for name in kind.model_fields}
     fields |= {f"{section}.{name}" for section, kind in kinds.items() for name in kind.model_fields}
+    fields |= set(ExpertsConfig.model_fields)
     commands = {"microbatches", "--ranks", "--cluster", "--run-folder", "--resume", "--max-tokens"}
     assert set(USUAL_NAMES) - fields == commands
 

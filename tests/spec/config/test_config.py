@@ -116,6 +116,7 @@ def test_a_config_cannot_be_changed():
         ("steps = 2", "there is no key 'steps'; did you mean 'train.steps'?"),
         ("[optimizer]\nlr = 2", "there is no key 'optimizer.lr'; did you mean 'optimizer.learning_rate'?"),
         ("[model]\nnum_attention_heads = 2", "key 'model.num_attention_heads'; did you mean 'model.heads'?"),
+        ("[model.experts]\nnum_experts = 2", "key 'model.experts.num_experts'; did you mean 'count'?"),
         ("[optimizer]\nlr_decay_style = 2", "key 'optimizer.lr_decay_style'; did you mean 'optimizer.schedule'?"),
         ("[train]\noutput_dir = 2", "key 'train.output_dir'; it is an option of the command line: --run-folder"),
         ("[train]\nepochs = 2", "there is no key 'train.epochs'; allowed: "),  # which are not steps
