@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from safetensors.torch import load_file
 
 import shoal
 from shoal.cli.main import main
-from shoal.engine.checkpoint.gguf import check_gguf
+from shoal.engine.checkpoint.gguf import _write_values, check_gguf
 from shoal.engine.data.tokenizer import BytesTokenizer, load_tokenizer
 from shoal.spec.catalog import model_shape
+from shoal.spec.config.model import ExpertsConfig, ModelConfig
 from tests.training.test_hugging_face import SCALING, build
 
 
@@ -92,3 +94,12 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tokenizer, tmp_path):
            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}}
     other.write_text(json.dumps(values | {"post_processor": end}))
     refused("adds tokens after a text", words=other)
+
+
+def test_the_width_of_experts_stands_where_llama_cpp_reads_it_in_a_model_without_dense_layers():
+    experts = ExpertsConfig(count=4, per_token=2, ffn=48)
+    shape = ModelConfig(name="tiny", experts=experts).shape(vocab=257, sequence_length=16)
+    writer = Mock()
+    _write_values(writer, shape, "model")
+    writer.add_feed_forward_length.assert_called_once_with(48)
+    writer.add_expert_feed_forward_length.assert_called_once_with(48)

@@ -302,6 +302,21 @@ def test_an_export_is_as_long_as_it_was_trained(corpus, pool, tmp_path):
     assert read_manifest(saved.path).extra["model"]["max_sequence"] == 16
 
 
+def test_experts_in_every_layer_of_a_model_of_the_catalog_are_exported(corpus, pool, tmp_path):
+    """Their width is not that of its dense layers, of which none is left."""
+    model = {"name": "tiny", "layers": 1, "hidden": 32, "heads": 2, "experts": {"count": 4, "per_token": 2, "ffn": 48}}
+    config = small_config(corpus, model=model, train={"steps": 1, "validate_every": 0})
+    folder, tokens = train_in(pool, config, tmp_path / "run"), torch.randint(257, (1, 16))
+    shoal.export_hf(folder, tmp_path / "out")
+    from transformers import MixtralForCausalLM
+
+    with torch.no_grad():
+        theirs = MixtralForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
+        torch.testing.assert_close(logits_of(tmp_path / "out", tokens), theirs, rtol=0, atol=1e-5)
+    exported = shoal.evaluate(tmp_path / "out", corpus, sequence_length=32)
+    assert exported.loss == pytest.approx(shoal.evaluate(folder, corpus).loss, rel=1e-5)
+
+
 def test_the_table_of_families_is_true():
     """Each row of the page says which tests a family has, and these exist; the drawn runs have all of its parts."""
     import transformers

@@ -158,7 +158,8 @@ def _write_values(writer: GGUFWriter, shape: ModelShape, name: str) -> None:
     writer.add_context_length(shape.max_sequence)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.ffn)
+    mixtral = model_type(shape) == "mixtral"  # of which llama.cpp reads the width of experts here: no layer is dense
+    writer.add_feed_forward_length(shape.experts.ffn if shape.experts and mixtral else shape.ffn)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
