@@ -162,6 +162,9 @@ def build_shape(config: RunConfig) -> ModelShape:
     return config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
 
 
+MOST_IDS = 2**24  # of a trained tokenizer
+
+
 def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> FileTokenizer:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; over bytes: Radford et al. 2019) and save it.
 
@@ -180,6 +183,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> FileToken
     smallest = BytesTokenizer.vocab_size
     if vocab_size < smallest:
         raise UsageError(f"vocabulary of {vocab_size}: byte-level BPE needs at least {smallest}, bytes and end token.")
+    if vocab_size > MOST_IDS:  # the trainer would allocate them at once
+        raise UsageError(f"vocabulary of {vocab_size}: at most {MOST_IDS:,} ids are trained.")
     try:
         try_to_write(out.parent)  # before reading all text
     except OSError as error:

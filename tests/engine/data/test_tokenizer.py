@@ -91,6 +91,8 @@ def test_training_overwrites_nothing(tmp_path):
     out.write_text("precious")
     with pytest.raises(UsageError, match="exists"):
         train_bpe(unread(), 300, out)
+    with pytest.raises(UsageError, match=r"at most 16,777,216 ids are trained"):
+        train_bpe(unread(), 10**12, tmp_path / "large.json")
     assert out.read_text() == "precious"
 
 
