@@ -28,6 +28,7 @@ from shoal.training.records.metrics import StepMetrics
 HEADER_EVERY = 20  # lines between repeated headers
 REFRESH_SECONDS = 0.1
 WIDE = 100  # terminal width from which a step's line has all columns
+LEFT_OUT = ("per rank", "memory", "MFU", "lr", "grad norm")  # columns without space on a narrow screen, in this order
 LABEL = 8  # width of the banner's labels
 
 
@@ -215,7 +216,8 @@ def _shorten(size: int, most: int) -> list[int | None]:
 def _columns(
     width: int, steps: int, *, experts: bool, counted: str
 ) -> list[tuple[str, int, Callable[[StepMetrics], str]]]:
-    """Return title, width and text of the columns of a step's line: 80 characters in all, below a million steps."""
+    """Return title, width and text of the columns of a step's line: 80 characters in all, below a million steps, or
+    fewer columns on a narrower screen."""
     columns: list[tuple[str, int, Callable[[StepMetrics], str]]] = [
         ("step", max(4, len(str(steps))), lambda m: str(m.step)),
         ("loss", 6, lambda m: "-" if m.loss is None else f"{m.loss:.4f}"[:6]),
@@ -233,6 +235,9 @@ def _columns(
         columns[3] = ("dropped", 7, lambda m: f"{100 * (m.dropped or 0.0):.1f}%")
     if width >= WIDE:
         columns.insert(2, ("validation", 10, lambda m: "" if m.validation_loss is None else f"{m.validation_loss:.4f}"))
+    for left_out in LEFT_OUT:
+        if sum(column[1] + 2 for column in columns) - 2 > width:
+            columns = [column for column in columns if column[0] != left_out]
     return columns
 
 

@@ -70,6 +70,16 @@ def test_what_is_not_a_terminal_gets_plain_lines_that_fit(width):
     assert row[:9] == ["10", "5.5000", "20.5k", "5.12k", "41.3%", "0.83", "1.0e-03", "512Mi", "1m12s"]
 
 
+@pytest.mark.parametrize(("width", "columns"), [
+    (78, ["step", "loss", "tokens/s", "per rank", "MFU", "grad norm", "lr", "memory", "time left"]),
+    (60, ["step", "loss", "tokens/s", "MFU", "grad norm", "lr", "time left"]),
+    (30, ["step", "loss", "tokens/s", "time left"]),
+])
+def test_a_narrow_screen_has_fewer_columns(width, columns):
+    header = next(line for line in show(width).splitlines() if line.split()[:2] == ["step", "loss"])
+    assert re.split("  +", header) == columns
+
+
 def test_a_run_without_a_text_says_what_it_reads(tmp_path):
     note = "no text in [data]: Python's standard library is the text"
     for data, noted in (({}, True), ({"source": "stdlib"}, False), ({"paths": ["a.txt"]}, False)):
