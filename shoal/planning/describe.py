@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import PositiveInt
 
 from shoal.base.errors import UsageError
-from shoal.planning.estimable import check_device, check_estimable, check_layout_on_cluster, check_names
+from shoal.planning.estimable import check_device, check_estimable, check_layout_on_cluster, check_names, check_software
 from shoal.planning.estimate import StepEstimate
 from shoal.planning.run import EstimatedRun
 from shoal.planning.software_estimate import estimate_run
@@ -73,9 +73,13 @@ def describe_run(
     layout: Layout, *, model: str | ModelShape | None = None, cluster: str | Cluster = "8xH100",
     config: RunConfig | None = None, sequence_length: PositiveInt | None = None, global_batch: int | str | None = None,
     precision: str | None = None, optimizer: str | None = None, fill: bool | None = None,
-    software: str | Software = "shoal",
+    software: str | Software = "shoal", published: bool = False,
 ) -> EstimatedRun:  # fmt: skip
-    """Build a trainable run from names; see `estimate` for arguments and errors."""
+    """Build a trainable run from names; see `estimate` for arguments and errors.
+
+    Args:
+        published: other software has run it, with whatever layout.
+    """
     shape = find_shape(model, config)
     s = sequence_length or (config.data.sequence_length if config else shape.max_sequence)
     shape = with_positions(shape, s)
@@ -100,7 +104,7 @@ def describe_run(
     if layout.offload != "none":
         given = f"parallel.offload = {layout.offload}"
         raise UsageError(f"{given}: host memory is not estimated.\n  Leave it out, or measure.")
-    check_layout_on_cluster(run)
+    (check_software if published else check_layout_on_cluster)(run)
     return run
 
 

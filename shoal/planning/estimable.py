@@ -8,10 +8,11 @@ from typing import get_args
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import plain
-from shoal.pipeline.from_layout import check_run
+from shoal.pipeline.from_layout import check_run, check_schedule
 from shoal.planning.cost.batched_runs import SCHEDULES
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape, model_shape, tables
+from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.config import OptimizerConfig, RunConfig, build_config
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
@@ -27,11 +28,14 @@ def check_trained(run: EstimatedRun, layout: Layout, *, ranks: int | None = None
 
 
 def check_layout_on_cluster(run: EstimatedRun) -> None:
-    """Raise a `UsageError` if the run's layout cannot be trained or does not fill the cluster."""
+    """Raise a `UsageError` if no software can split the run so, or its layout does not fill the cluster."""
     if run.software.name == "shoal":
         check_trained(run, run.layout, ranks=run.cluster.size)
     else:
         check_software(run)
+        layout, shape, batch, length = run.layout, run.shape, run.global_batch, run.sequence_length
+        check_layout(layout, shape, global_batch=batch, sequence_length=length)
+        check_schedule(layout, shape, batch, sequence_length=length)
 
 
 def check_estimable(run: EstimatedRun) -> None:
@@ -50,7 +54,7 @@ def check_estimable(run: EstimatedRun) -> None:
 
 
 def check_software(run: EstimatedRun) -> None:
-    """Raise a `UsageError` if a run of other software than shoal cannot be split so, or has no closed form."""
+    """Raise a `UsageError` if a run of other software than shoal has not this number of ranks, or no closed form."""
     layout = run.layout
     if layout.world_size != run.cluster.size:
         size = run.cluster.size

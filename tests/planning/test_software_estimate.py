@@ -81,9 +81,17 @@ def test_four_bits_are_faster_where_they_are_multiplied() -> None:
         ),
         ({"software": "nanotron", "layout": Layout(dp=3)}, "the cluster has 8"),
         ({"software": "nanotron", "global_batch": 4}, "Give at least 8 sequences"),
+        ({"software": "nanotron", "global_batch": 12}, "Nearest global_batch that fits: 8 or 16"),
+        ({"software": "megatron-core", "layout": Layout(tp=3), "cluster": "3xH100"}, "tp = 3 does not divide"),
+        ({"software": "megatron-core", "layout": Layout(pp=2, virtual_stages=2)}, "take one of .*interleaved-1f1b"),
+        ({"software": "megatron-core", "layout": Layout(pp=64), "cluster": "64xH100"}, "32 layers cannot fill 64"),
+        (
+            {"software": "megatron-core", "layout": Layout(ep=16), "model": "mixtral-8x7b", "cluster": "16xH100"},
+            "parallel.ep = 16 does not divide model.experts.count = 8",
+        ),
     ],
 )
-def test_what_has_no_closed_form_is_refused(given: dict, message: str) -> None:
+def test_what_no_software_can_split_or_has_no_closed_form_is_refused(given: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         shoal.estimate(**{"layout": Layout(), "cluster": "8xH100"} | given)
 

@@ -89,6 +89,7 @@ def read_row(row: Row, file: str) -> Point:
     run = describe_run(
         layout, model=_shape(row, known, named), cluster=machines, sequence_length=s, global_batch=round(batch),
         precision=columns.precision(row, half), fill=False, software=_software(row, software),
+        published=True,
     )  # fmt: skip
     run, seconds = run if oom else _tune(run, row), columns.seconds(row, batch * s, gpus)
     if seconds is None and (rate := columns.flop_rate(row, machines.accelerator.dense_flops(half))):

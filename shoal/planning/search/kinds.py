@@ -130,5 +130,5 @@ class Shelf:
     def _simplest_tie(self, ranked: Sequence[PricedLayout]) -> PricedLayout:
         """Return the first of the layouts that tie with the fastest."""
         longest = [found.seconds * (1 + ACROSS * (self.level(found.layout) >= ACROSS_NODES)) for found in ranked]
-        limit = (1 + TIE) * min(longest)
+        limit = min((1 + TIE) * min(longest), SLOWEST * min(found.seconds for found in ranked))
         return next(found for found, seconds in zip(ranked, longest, strict=True) if seconds <= limit)

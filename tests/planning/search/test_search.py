@@ -18,7 +18,7 @@ from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimable import check_trained
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.kinds import TIE, Shelf, complexity
+from shoal.planning.search.kinds import SLOWEST, TIE, Shelf, complexity
 from shoal.planning.search.plan import PricedLayout
 from shoal.planning.search.replicas import ReplicaChoices
 from shoal.planning.search.search import Search, search
@@ -128,11 +128,25 @@ def test_the_search_finds_what_brute_force_finds(problem: tuple[EstimatedRun, La
     assert fastest.seconds == pytest.approx(min(f.seconds for f in exact), rel=1e-8)
     levels = [complexity(vars(f.layout), run.cluster) for f in found]
     assert all(level < levels[0] for f, level in zip(found, levels, strict=True) if f.role == "simpler")
-    assert found[0].seconds <= (1 + TIE) * fastest.seconds
+    across = run.cluster.per_node % fastest.layout.tp  # estimates of tensor parallelism between nodes are too short
+    assert found[0].seconds <= (SLOWEST if across else 1 + TIE) * fastest.seconds
     for one in found:  # of equally fast layouts either may be listed
         estimate = Estimate(EstimatedRun(**{**vars(run), "layout": one.layout}))
         assert estimate.fits and estimate.step_seconds == pytest.approx(one.seconds, rel=1e-9)
         assert estimate.fullest.reserved == pytest.approx(one.memory.reserved, rel=1e-9)
+
+
+def test_what_ties_with_tensor_parallelism_across_nodes_is_not_recommended_if_it_is_too_slow_to_list() -> None:
+    """With this memory it is 21 % slower: a search prunes it, or not, by the order in which it finds layouts."""
+    machine = cluster("2x2xV100-ETH10")
+    small = machine.accelerator.model_copy(update={"memory_bytes": 1296761224.0})
+    shape = SMALL.model_copy(update={"layers": 3, "vocab": 50_000, "max_sequence": 512})
+    run = EstimatedRun(shape, Layout(), replace(machine, accelerator=small), 512, 8, "fp32", "adamw")
+    space = LayoutSpace(("interleaved-1f1b", "gpipe"), most_virtual=3, least_tokens=4096)
+    exact, _ = brute_force(run, space)
+    found = [(f.role, f.layout.tp, f.layout.micro_batch) for f in exact]
+    assert found == [("recommended", 4, 4), ("more memory free", 4, 2)]
+    assert [f.layout for f in search(run, space).best] == [f.layout for f in exact]
 
 
 def test_what_passes_between_two_stages_of_one_rank_is_there_once() -> None:
