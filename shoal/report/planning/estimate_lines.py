@@ -23,10 +23,11 @@ def estimate_lines(
     """Yield the lines that `shoal estimate` prints, given `estimate_facts` and `change_rows`."""
     run, step = estimate.run, estimate.step_seconds
     width = max(len(name) for name, _ in facts)
+    longest = max(width, *(len(change) for change, _ in changes))
+    effects = [f"  {change:<{longest}}  {effect}" for change, effect in changes]
     if not estimate.fits:
         yield red(bound(estimate))
-        for change, effect in changes:
-            yield f"  {change:<{width}}  {effect}"
+        yield from effects
         yield ""
     yield f"{model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}"
     yield f"{run.cluster.describe()}: {run.layout.equation()}, {run.layout.describe()}"
@@ -48,8 +49,7 @@ def estimate_lines(
     if estimate.fits:
         yield ""
         yield bound(estimate)
-        for change, effect in changes:
-            yield f"  {change:<{width}}  {effect}"
+        yield from effects
 
 
 def estimate_facts(estimate: StepEstimate, training: FullTraining) -> list[tuple[str, str]]:
