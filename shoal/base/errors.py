@@ -44,7 +44,7 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     >>> did_you_mean("qqq", ["tp", "pp"])
     'allowed: pp, tp'
     """
-    allowed = sorted(allowed)
+    allowed = sorted(map(str, allowed))  # also members of an enumeration
     names = {name.lower(): name for name in allowed}
     near = [name for name in names if len(given) > 2 and name.startswith(given.lower())]
     if not 0 < len(near) <= 3:

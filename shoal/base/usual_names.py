@@ -16,7 +16,7 @@ USUAL_NAMES = {
             "data_parallel_sharding_strategy",
     "recompute": "recompute_granularity recompute_activations activation_checkpoint activation_checkpointing "
                  "gradient_checkpointing",
-    "micro_batch": "micro_batch_size local_batch_size per_device_train_batch_size gradient_accumulation_steps",
+    "micro_batch": "micro_batch_size local_batch_size per_device_train_batch_size",
     "microbatches": "micro_batches num_microbatches num_micro_batches",
     "overlap": "overlap_grad_reduce",
     "reshard_after_forward": "fsdp_reshard_after_forward",
@@ -34,7 +34,7 @@ USUAL_NAMES = {
     "count": "num_experts num_local_experts moe_num_experts",
     "per_token": "top_k topk moe_router_topk num_experts_per_tok",
     "shared": "num_shared_experts n_shared_experts",
-    "tied": "tie_word_embeddings untie_embeddings_and_output_weights",
+    "tied": "tie_word_embeddings",
     "norm_eps": "norm_epsilon layernorm_epsilon rms_norm_eps",
     "rope_theta": "rotary_base",
     # data

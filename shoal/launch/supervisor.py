@@ -20,6 +20,7 @@ from shoal.base.files import make_folder, write_atomically
 from shoal.base.journal import best_effort
 from shoal.base.section import plain
 from shoal.base.terminal import warn
+from shoal.engine.checkpoint import newest
 from shoal.launch.checks.memory import check_memory
 from shoal.launch.devices import find_devices, visible_devices_variable
 from shoal.launch.local_launcher import RankProcess, RankProcesses, start_rank_server
@@ -34,7 +35,7 @@ from shoal.training.resilience.effective_time import EffectiveTime
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import HeartbeatRecord
 from shoal.training.resilience.owned_folders import temporary_folder
-from shoal.training.run_folder import resume_command
+from shoal.training.run_folder import get_checkpoint_folder, resume_command
 from shoal.training.stop import PREEMPTED, StopRequests
 
 PROCESSES_FILE = "processes.json"
@@ -357,7 +358,9 @@ class Supervisor:
         )
         if self.stop.count and code and not counted:
             again = resume_command(self.folder, self.config)
-            warn(f"stopped before the end of the first step, so nothing is saved; start again with: {again}")
+            saved = newest(get_checkpoint_folder(self.config, self.folder))
+            what = "another step; continue" if saved else "the first step, so nothing is saved; start again"
+            warn(f"stopped before the end of {what} with: {again}")
         if self.recoveries:
             warn(
                 f"failures: {self.failures}; steps repeated: {self.lost}; {average:.1f} s to the next step on average"

@@ -252,7 +252,8 @@ class _Counter:
         self._count_link(link)
         x = get_input(args, kwargs)
         if x.requires_grad:  # what follows its gradient is the backward of the link before
-            x.register_hook(lambda _: self._count_link(link - 1))
+            # A link that returns its input has the same gradient, and its hook comes after that of the next link.
+            x.register_hook(lambda _: self._count_link(min(self._link, link - 1)))
 
     def _count_link(self, following: int) -> None:
         """Count the FLOPs since the last call for the current link, and those from now on for the following one."""

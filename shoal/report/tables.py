@@ -10,6 +10,7 @@ from itertools import zip_longest
 from shutil import get_terminal_size
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -62,7 +63,6 @@ def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right
     width = get_terminal_size().columns - 1 if sys.stdout.isatty() else UNLIMITED
     rows = [*rows]
     gap = next((gap for gap in (2, 1) if _fit_columns(headings, rows, width, gap)), 2)
-    width = width if _fit_columns(headings, rows, width, gap) else UNLIMITED
     table = text_table(headings, rows, words=words, gap=gap, width=width)
     output = StringIO()
     console = Console(file=output, width=width, color_system=None, force_terminal=False, force_jupyter=False)
@@ -73,11 +73,12 @@ def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right
 def _fit_columns(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], width: int, gap: int) -> list[int]:
     """Return widths of columns in which all text wraps between words only; [] if they need more than ``width``.
 
-    The narrowest columns grow first, so that numbers keep their units beside them.
+    The narrowest columns grow first, so that most numbers keep their units beside them.
     """
-    columns = ["\n".join(map(str, cells)) for cells in zip_longest(headings, *filter(None, rows), fillvalue="")]
-    longest = [max(map(len, column.split("\n"))) for column in columns]
-    widths = [max(map(len, column.split()), default=0) for column in columns]
+    every = zip_longest(headings, *filter(None, rows), fillvalue="")
+    columns = [[printable(str(cell)) for cell in cells] for cells in every]
+    longest = [max(map(cell_len, column)) for column in columns]
+    widths = [max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in columns]
     while (spare := width - sum(widths) - gap * (len(widths) - 1)) > 0 and widths != longest:
         _, narrowest = min((size, i) for i, size in enumerate(widths) if size < longest[i])
         widths[narrowest] += 1

@@ -55,9 +55,10 @@ def join_fixed(args: list[str]) -> list[str]:
     for word in words:
         option, equals, value = word.partition("=")
         if option.startswith("--parallel."):
-            field = option.removeprefix("--parallel.").replace("-", "_")
+            field = (name := option.removeprefix("--parallel.").replace("-", "_")).removeprefix("no_")
+            found = "false" if name != field else value if equals else next(words, "--")
             raise UsageError(f"{option}: shoal plan searches for the layout.\n  Fix a field of it with --fix "
-                             f"{field}={value if equals else next(words, 'true')}.")
+                             f"{field}={'true' if found.startswith('--') else found}.")
         if option == "--fix" and (given := [value] if equals else list(islice(words, 1))):
             fixed += given
         else:

@@ -215,6 +215,10 @@ def test_a_stop_before_the_first_step_says_that_nothing_is_saved(signum, code, c
     assert process.returncode == code, said
     assert f"nothing is saved; start again with: shoal train --resume '{folder}'" in said
     assert shoal("train", "--resume", folder)[0] == 0
+    process = start("train", "--resume", folder, "--train.steps", "100")
+    wait_for(lambda: (folder / PROCESSES_FILE).exists())
+    process.send_signal(signum)
+    assert "nothing is saved" not in process.communicate(timeout=120)[0]
 
 
 def test_a_dead_server_is_replaced(corpus, tmp_path, undisturbed):

@@ -88,10 +88,12 @@ def test_counts_of_a_chain_grow_with_samples_and_add_up(layout):
 
 
 def test_modules_of_a_chain_have_their_own_backward():
-    """The first has no gradient of its input, a frozen one none of its weight; attention has 5 products after 2."""
+    """The first has no gradient of its input, a frozen one none of its weight; attention has 5 products after 2. One
+    that returns its input has none, and leaves those around it theirs."""
     class Chain(nn.Sequential):
         def __init__(self) -> None:
-            super().__init__(nn.Linear(16, 16), Attend(), nn.Linear(16, 64), nn.Linear(64, 16).requires_grad_(False))
+            super().__init__(nn.Linear(16, 16), Attend(), nn.Linear(16, 64), nn.Identity(),
+                             nn.Linear(64, 16).requires_grad_(False))
 
     class Attend(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -101,9 +103,9 @@ def test_modules_of_a_chain_have_their_own_backward():
     config = config_of("unet", {"micro_batch": 1})
     counts = count_chain(own, config)
     product = 2 * 3 * 16 * 16 * 16  # of 3 heads of 16 tokens
-    assert [each.forward_flops for each in counts.modules] == [product, 2 * product, 4 * product, 4 * product]
-    assert [each.flops for each in counts.modules] == [2 * product, 7 * product, 12 * product, 8 * product]
-    assert [each.weight_flops for each in counts.modules] == [product, 0, 4 * product, 0]
+    assert [each.forward_flops for each in counts.modules] == [product, 2 * product, 4 * product, 0, 4 * product]
+    assert [each.flops for each in counts.modules] == [2 * product, 7 * product, 12 * product, 0, 8 * product]
+    assert [each.weight_flops for each in counts.modules] == [product, 0, 4 * product, 0, 0]
     assert counts.full.flops == sum(each.flops for each in counts.modules)
 
 

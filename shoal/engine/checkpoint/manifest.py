@@ -299,9 +299,17 @@ def list_interrupted(folder: AnyPath) -> list[tuple[AnyPath, AnyPath]]:
     found = {  # by step: one is enough
         match[2]: folder / match[0] for match in map(UNCOMMITTED.fullmatch, names)
         if match and not match[1] and match[2] not in names
-        and any(name.startswith(f"{ASIDE}{match[2]}-") for name in names)
+        and any(name.startswith(f"{ASIDE}{match[2]}-") for name in names) and _is_undamaged(folder / match[0])
     }
-    return [(path, folder / name) for name, path in found.items() if storage.exists(path / MANIFEST)]
+    return [(path, folder / name) for name, path in found.items()]
+
+
+def _is_undamaged(path: AnyPath) -> bool:
+    """Return whether a checkpoint's manifest, which is written last, is undamaged."""
+    try:
+        return bool(read_manifest(path))
+    except CheckpointError:
+        return False
 
 
 def newest(folder: AnyPath) -> Committed | None:

@@ -344,9 +344,9 @@ def check_folder(folder: AnyPath, *, fresh: bool) -> None:
         CheckpointError: it cannot be written, another process saves into it, or it holds another run's checkpoints.
     """
     try:
-        if fresh and (found := newest(folder)):
+        if fresh and (held := [path for _, path in (*list_interrupted(folder), *list_checkpoints(folder))]):
             raise CheckpointError(
-                f"a new run would save into {folder}, which already holds {found.path.name} of another run."
+                f"a new run would save into {folder}, which already holds {held[-1].name} of another run."
                 "\n  Resume from it, or give the new run a folder of its own."
             )
         if isinstance(folder, Path):

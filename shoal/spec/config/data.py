@@ -61,7 +61,7 @@ class SourceConfig(Section):
         return "files" if self.paths else "hub" if self.dataset else "stdlib"
 
 
-WEIGHTED = re.compile(r"(.+):(\d+\.?\d*|\.\d+)")
+WEIGHTED = re.compile(r"(.+):([0-9]+\.?[0-9]*|\.[0-9]+)")
 """Path of a source with its weight."""
 
 
@@ -82,7 +82,7 @@ class MixtureSource(SourceConfig):
     def _from_path(cls, value: Any) -> Any:
         """Accept a path alone or with its weight, and lists, which this validator gets as Python's own."""
         if isinstance(value, str):
-            weighted = WEIGHTED.fullmatch(value)
+            weighted = None if Path(value).exists() else WEIGHTED.fullmatch(value)
             value = {"paths": [weighted[1]], "weight": float(weighted[2])} if weighted else {"paths": [value]}
         return {name: _as_tuple(each) for name, each in value.items()} if isinstance(value, dict) else value
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, storage, verify
+from shoal.engine.checkpoint.manifest import MANIFEST, list_interrupted
 from shoal.engine.checkpoint.save import check_folder
 from shoal.launch.worker_pool import Pool, RankError
 from tests.engine.checkpoint.cuts import whole
@@ -87,6 +88,8 @@ def test_a_kill_leaves_a_whole_checkpoint_and_no_torn_one(pool, tmp_path, functi
 def test_a_kill_after_the_old_one_of_the_step_was_set_aside_leaves_the_new_one(pool, tmp_path):
     with paused(pool, tmp_path, "rename", ".staging-step-00000001", steps=(1, 1)):
         assert list_checkpoints(tmp_path) == [] and len(list(tmp_path.glob("set-aside-step-00000001-*"))) == 1
+    with pytest.raises(CheckpointError, match=r"already holds step-00000001 of another run"):
+        check_folder(tmp_path, fresh=True)  # a new run would delete it
 
     notes: list[str] = []
     Checkpointer(tmp_path, group=None, keep=1, asynchronous=True, report=notes.append).close()
@@ -95,6 +98,19 @@ def test_a_kill_after_the_old_one_of_the_step_was_set_aside_leaves_the_new_one(p
     state = whole({"w": torch.zeros(4, 4)})
     load(path, state)
     assert (state["w"][0].tensor == 2).all()
+
+
+def test_a_kill_in_the_manifest_of_a_step_that_was_set_aside_commits_nothing(pool, tmp_path):
+    """As after a quarantine: a torn checkpoint would take the place of an older one that is whole."""
+    with paused(pool, tmp_path, "rename", ".staging-step-00000001", steps=(1, 1)):
+        pass
+    [staged] = tmp_path.glob(".staging-step-00000001-*")
+    manifest = (staged / MANIFEST).read_bytes()
+    (staged / MANIFEST).write_bytes(manifest[: len(manifest) // 2])
+    assert list_interrupted(tmp_path) == []
+    notes: list[str] = []
+    Checkpointer(tmp_path, group=None, keep=1, asynchronous=True, report=notes.append).close()
+    assert notes == [] and list_checkpoints(tmp_path) == []
 
 
 def test_two_runs_cannot_save_into_one_folder(pool, tmp_path, monkeypatch):
