@@ -290,6 +290,9 @@ def _network(name: str) -> bool:
     network = name.rpartition("-")[2].upper()
     if re.fullmatch(r"\d+GB", network):
         return False  # memory that no such node has
+    node = nodes()[_known(name.rpartition("-")[0]) or ""]
+    if node.per_host and RACK.fullmatch(network):
+        raise UsageError(f"cluster: a rack of {node.name} has {node.per_node}.\n  Write {node.name}-NVL{node.per_node}.")
     if network not in NETWORKS:
         raise UsageError(f"cluster: there is no network '{network}'; {did_you_mean(network, NETWORKS)}")
     return True

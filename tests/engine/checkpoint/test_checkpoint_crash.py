@@ -101,7 +101,7 @@ def test_a_kill_after_the_old_one_of_the_step_was_set_aside_leaves_the_new_one(p
 
 
 def test_a_kill_in_the_manifest_of_a_step_that_was_set_aside_commits_nothing(pool, tmp_path):
-    """As after a quarantine: a torn checkpoint would take the place of an older one that is whole."""
+    """Its manifest is torn. Committed, it would count as the newest, and an older one would be deleted for it."""
     with paused(pool, tmp_path, "rename", ".staging-step-00000001", steps=(1, 1)):
         pass
     [staged] = tmp_path.glob(".staging-step-00000001-*")

@@ -80,6 +80,7 @@ def test_every_node_type_makes_a_cluster(name):
         ("8xH101", "did you mean 'H100'"),
         ("64x8xH100-IB401", "did you mean 'IB400'"),
         ("8xH100-40GB", "there is no node type 'H100-40GB'"),
+        ("8xGB200-NVL36", "a rack of GB200 has 72"),
         ("2x9xH100", "a node has at most 8 H100"),
         ("0x8xH100", "at least one node"),
         ("v5p-1000000", "The largest is v5p-17920"),
