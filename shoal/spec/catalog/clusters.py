@@ -292,7 +292,8 @@ def _network(name: str) -> bool:
         return False  # memory that no such node has
     node = nodes()[_known(name.rpartition("-")[0]) or ""]
     if node.per_host and RACK.fullmatch(network):
-        raise UsageError(f"cluster: a rack of {node.name} has {node.per_node}.\n  Write {node.name}-NVL{node.per_node}.")
+        kind, size = node.name, node.per_node
+        raise UsageError(f"cluster: a rack of {kind} has {size}.\n  Write {kind}-NVL{size}.")
     if network not in NETWORKS:
         raise UsageError(f"cluster: there is no network '{network}'; {did_you_mean(network, NETWORKS)}")
     return True
