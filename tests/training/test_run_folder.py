@@ -176,9 +176,13 @@ def test_a_checkpoint_to_resume_is_refused_with_the_commands_that_resume_from_it
 
 
 def test_a_folder_of_runs_suggests_the_newest(tmp_path):
+    """Also beside a run.toml written by hand."""
+    runs = tmp_path / "runs"
     for name, time in (("c", 1000), ("a", 3000), ("b", 2000)):
-        os.utime(new_run(RunConfig(), tmp_path / name) / RUN_FILE, (time, time))
-    assert suggest_run(tmp_path) == f"\n  Did you mean {tmp_path / 'a'}?"
+        os.utime(new_run(RunConfig(), runs / name) / RUN_FILE, (time, time))
+    (tmp_path / RUN_FILE).write_text("")
+    assert suggest_run(runs) == f"\n  Did you mean {runs / 'a'}?"
+    assert suggest_run(runs / "a" / "checkpoints") == f"\n  Did you mean {runs / 'a'}?"
 
 
 def test_the_second_signal_of_a_request_finds_the_handler_also_after_a_short_run():

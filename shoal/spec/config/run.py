@@ -136,10 +136,10 @@ def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:
 
 
 def suggest_run(path: str | Path) -> str:
-    """Return the end of an error about what is no run folder: the run around it, or the newest in it, if any."""
-    around = [parent for parent in Path(path).parents if parent.parts and (parent / RUN_FILE).is_file()]
+    """Return the end of an error about what is no run folder: the newest run in it, or the run around it, if any."""
     inside = sorted(Path(path).glob(f"*/{RUN_FILE}"), key=lambda file: file.stat().st_mtime)
-    near = [*around[:1], *(file.parent for file in inside[-1:])]
+    around = [parent for parent in Path(path).parents if parent.parts and (parent / RUN_FILE).is_file()]
+    near = [*(file.parent for file in inside[-1:]), *around[:1]]  # a folder of runs may lie beside a run.toml
     return f"\n  Did you mean {near[0]}?" if near else ""
 
 

@@ -77,7 +77,7 @@ def configs(draw) -> RunConfig:
 
 @given(config=configs())
 def test_any_config_reads_back_as_written(tmp_path_factory, config):
-    file = tmp_path_factory.getbasetemp() / "run.toml"
+    file = tmp_path_factory.getbasetemp() / "any-config.toml"
     save_config(config, file)
     assert load_config(file) == config
     assert build_config(plain(config)) == config
