@@ -28,18 +28,19 @@ from shoal.engine.optim.schedule import learning_rate
 from shoal.spec.config import build_config
 from shoal.spec.hugging_face import hf_config
 from shoal.spec.optimizers import READ_BY
-from shoal.training.inference.source import HF_SEQUENCE, describe_hf, describe_run, find_good_checkpoint, find_hf_folder
+from shoal.training.inference.source import describe_hf, describe_run, find_good_checkpoint, find_hf_folder
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 """Files that go along from the folder that a run started with."""
 
 
-def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_length: int = HF_SEQUENCE) -> str:
+def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_length: int | None = None) -> str:
     """Return the TOML of a run that starts with the weights of a model folder, and write it to a new file.
 
     Args:
         folder: ``config.json`` and weights of a family in docs/hugging-face.md, ``tokenizer.json`` if it has one; or
             "owner/name" of a model on the Hugging Face hub.
+        sequence_length: tokens per sequence of the run (default: 1024, or the model's longest sequence if shorter).
 
     Raises:
         UsageError: another family, other files, or ``out`` exists.

@@ -1,6 +1,7 @@
 """Models of transformers that shoal does not read, or not as a run asks, are refused with one clear error."""
 
 import json
+import tomllib
 
 import pytest
 import torch
@@ -55,6 +56,20 @@ def test_a_mistral_model_has_transformers_default_window():
 
     fields = model_fields({"model_type": "mistral", **WIDE, "rms_norm_eps": 1e-6}, "here")
     assert fields["window"] == transformers.MistralConfig().sliding_window == 4096
+
+
+def test_sequences_longer_than_the_model_are_asked_for(tmp_path):
+    """By default the run's are as long as the model's; rotary positions go on, learned ones end."""
+    for name in ("llama", "gpt2"):
+        build(name, model := tmp_path / name)
+        lengths = {asked: tomllib.loads(shoal.import_hf(model, sequence_length=asked))["data"] for asked in (None, 32, 128)}
+        assert [each["sequence_length"] for each in lengths.values()] == [64, 32, 128]
+        config = config_of(model, {"micro_batch": 2}, {"data": {"sequence_length": 128}})
+        if name == "llama":
+            check_weights(config)
+            continue
+        with pytest.raises(shoal.UsageError, match=r"sequence_length = 128: .* has positions for 64 tokens\.\n  Set at"):
+            check_weights(config)
 
 
 def test_quantised_weights_are_refused(tmp_path):

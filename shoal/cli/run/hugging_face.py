@@ -22,8 +22,8 @@ class ImportOptions(Section):
     out: Path | None = None
     """File to write instead of the terminal."""
 
-    sequence_length: PositiveInt = 1024
-    """Tokens per sequence of the run."""
+    sequence_length: PositiveInt | None = None
+    """Tokens per sequence of the run (default: 1024, or the model's longest sequence if that is shorter)."""
 
 
 class FileExportOptions(Section):

@@ -34,7 +34,7 @@ from shoal.training.run_folder import get_checkpoint_folder, with_own_tokenizer
 from shoal.training.step.model_state import ModelState
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
-HF_SEQUENCE = 1024  # tokens per sequence of a run that starts with a model folder, if the model has as many
+HF_SEQUENCE = 1024  # tokens per sequence of a run that starts with a model folder, unless its model is shorter
 _NOT_WEIGHTS = ("optimizer.", "precision.", "relaxed.", "replica.")
 
 
@@ -151,16 +151,16 @@ def find_hf_folder(name: str | Path) -> Path:
         ) from None
 
 
-def describe_hf(folder: Path, name: str, sequence_length: int = HF_SEQUENCE) -> dict[str, Any]:
+def describe_hf(folder: Path, name: str, sequence_length: int | None = None) -> dict[str, Any]:
     """Return the values of the config of a run that starts with a model folder.
 
     Args:
         folder: an absolute path.
         name: name of the model.
-        sequence_length: tokens per sequence, if the model has as many.
+        sequence_length: tokens per sequence (default: `HF_SEQUENCE`, or the model's longest sequence if shorter).
     """
     fields = read_hf_config(folder)
-    data: dict[str, Any] = {"sequence_length": min(sequence_length, fields["max_sequence"])}
+    data: dict[str, Any] = {"sequence_length": sequence_length or min(HF_SEQUENCE, fields["max_sequence"])}
     if (folder / "tokenizer.json").is_file():
         data["tokenizer"] = str(folder / "tokenizer.json")
     return {"model": {"name": name, "weights": str(folder), **fields}, "data": data}
