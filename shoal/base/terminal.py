@@ -45,6 +45,21 @@ def quote(path: str | Path) -> str:
     return shlex.quote(str(path))
 
 
+def wrap_words(text: str, width: int, indent: str = "") -> list[str]:
+    """Wrap a line between words, of which a number and its unit are one.
+
+    >>> wrap_words("3 nodes, +2.3 %", 14)
+    ['3 nodes,', '+2.3 %']
+    """
+    wrapped = wrap(join_units(text), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in wrapped]
+
+
+def join_units(text: str) -> str:
+    """Return text whose numbers are followed by a space that does not break, if by a unit then."""
+    return re.sub(r"(?<=\d) (?=%|(?!x )[^\W\d])", "\xa0", text)
+
+
 def wrap_lines(lines: Iterable[str]) -> list[str]:
     """Wrap lines between words to the width of the terminal, indented below their last column; elsewhere as they are.
 
@@ -58,8 +73,7 @@ def wrap_lines(lines: Iterable[str]) -> list[str]:
             wrapped.append(line)
             continue
         columns = [found.end() for found in re.finditer(" {2,}", line[: 2 * width // 3])]
-        indent = " " * max([2, *columns])
-        wrapped += wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        wrapped += wrap_words(line, width, " " * max([2, *columns]))
     return wrapped
 
 

@@ -8,6 +8,7 @@ from html import escape
 from io import StringIO
 from itertools import zip_longest
 from shutil import get_terminal_size
+from typing import Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -15,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.base.terminal import printable
+from shoal.base.terminal import join_units, printable, wrap_words
 
 UNLIMITED = 10_000  # width of a table that is not printed on a terminal
 
 
 def text_table(
-    headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "", words: Collection[int] = (0,),
-    gap: int = 2, lines: bool = False, width: int | None = None,
+    headings: Sequence[str | Text], rows: Iterable[Sequence[str | Text]], *, title: str = "",
+    words: Collection[int] = (0,), gap: int = 2, lines: bool = False, width: int | None = None,
 ) -> Table:  # fmt: skip
     """Return a table for the terminal.
 
@@ -31,23 +32,29 @@ def text_table(
         words: columns to align to the left; all others are numbers, aligned to the right.
         gap: spaces between columns.
         lines: draw lines between columns.
-        width: characters of a line (default: the terminal's). Without lines, cells break between words if they can.
+        width: characters of a line (default: the terminal's). Without lines, cells break between words if they can, and
+            a table too wide for that has its rows side by side, if these fit.
     """
+    rows, widths = [*rows], list[int]()
+    if not lines:
+        width = width or get_terminal_size().columns
+        widths = _fit_columns(headings, rows, width, gap)
+        if not widths and any(headings):
+            turned = [*zip_longest(headings, *filter(None, rows), fillvalue="")]
+            if widths := _fit_columns(turned[0], turned[1:], width, gap):
+                headings, rows, words = turned[0], turned[1:], range(len(turned[0]))
+        widths = widths or _fit_columns(headings, rows, width, gap, part_units=True)
     table = Table(
         title=title and Text(printable(title)), title_justify="left", title_style="bold", header_style="bold",
         box=box.HEAVY_HEAD if lines else None, pad_edge=lines, padding=(0, 1) if lines else (0, gap, 0, 0),
         show_header=any(headings),
     )  # fmt: skip
-    rows = [*rows]
-    widths = [] if lines else _fit_columns(headings, rows, width or get_terminal_size().columns, gap)
-    for i, heading in enumerate(headings):
-        table.add_column(
-            Text(printable(heading)), justify="left" if i in words else "right", overflow="fold",
-            width=widths[i] if widths else None,
-        )  # fmt: skip
+    for i, (heading, size) in enumerate(zip_longest(headings, widths)):
+        justify: Literal["left", "right"] = "left" if i in words else "right"
+        table.add_column(_wrap(heading, size or UNLIMITED), justify=justify, overflow="fold", width=size)
     for row in rows:
         if row:
-            table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
+            table.add_row(*map(_wrap, row, widths or [UNLIMITED] * len(row)))
         else:
             table.add_section()
     return table
@@ -70,15 +77,30 @@ def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
-def _fit_columns(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], width: int, gap: int) -> list[int]:
+def _wrap(cell: str | Text, width: int) -> Text:
+    if isinstance(cell, Text):
+        return cell
+    lines = printable(cell).split("\n")
+    return Text("\n".join("\n".join(wrap_words(line, width)) if cell_len(line) > width else line for line in lines))
+
+
+def _fit_columns(
+    headings: Sequence[str | Text], rows: Iterable[Sequence[str | Text]], width: int, gap: int, *,
+    part_units: bool = False,
+) -> list[int]:  # fmt: skip
     """Return widths of columns in which all text wraps between words only; [] if they need more than ``width``.
 
-    The narrowest columns grow first, so that most numbers keep their units beside them.
+    The narrowest columns grow first.
+
+    Args:
+        part_units: a number and its unit may be on two lines.
     """
     every = zip_longest(headings, *filter(None, rows), fillvalue="")
-    columns = [[printable(str(cell)) for cell in cells] for cells in every]
+    columns = [[line for cell in cells for line in printable(str(cell)).split("\n")] for cells in every]
     longest = [max(map(cell_len, column)) for column in columns]
-    widths = [max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    if not part_units:
+        columns = [[join_units(line) for line in column] for column in columns]
+    widths = [max(cell_len(word) for line in column for word in line.split(" ")) for column in columns]
     while (spare := width - sum(widths) - gap * (len(widths) - 1)) > 0 and widths != longest:
         _, narrowest = min((size, i) for i, size in enumerate(widths) if size < longest[i])
         widths[narrowest] += 1

@@ -64,8 +64,8 @@ def check_weights(config: RunConfig) -> None:
         raise UsageError(f"model.{field} = {ours[field]!r}, but the model of model.weights = '{folder}' has "
                          f"{theirs[field]!r}.\n  `shoal import hf {quote(folder)}` writes the fields of its model.")
     if shape.family == "gpt" and shape.max_sequence > stored.max_sequence:
-        raise UsageError(f"data.sequence_length = {config.data.sequence_length}: the model of model.weights has positions "
-                         f"for {stored.max_sequence} tokens.\n  Set at most {stored.max_sequence}.")
+        raise UsageError(f"data.sequence_length = {config.data.sequence_length}: the model of model.weights has "
+                         f"positions for {stored.max_sequence} tokens.\n  Set at most {stored.max_sequence}.")
     with on_meta():
         model = Transformer(shape)
     weights, parameters = HFWeights(folder, shape), {n: tuple(each.shape) for n, each in model.named_parameters()}

@@ -1,10 +1,14 @@
 """Tables of text: as wide as a terminal, in whole words."""
 
+import re
 import sys
 
 import pytest
 from rich.console import Console
 
+import shoal
+from shoal.base.terminal import wrap_lines
+from shoal.report.planning.goodput_report import goodput_lines
 from shoal.report.tables import table_lines, text_table
 
 HEADINGS = ("devices", "fails every", "layout")
@@ -27,6 +31,18 @@ def test_numbers_keep_their_units_where_there_is_space(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
     assert "54.2 min" in "\n".join(table_lines(HEADINGS, ROWS))
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 160])
+def test_a_table_of_many_columns_turns_before_it_parts_a_number_from_its_unit(monkeypatch, columns: int) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = goodput_lines([shoal.goodput(devices, failures=10) for devices in (1024, 100_000)])
+    text = "\n".join(wrap_lines(lines))
+    assert max(map(len, text.splitlines())) <= columns
+    found = re.findall(r"[\d.]+ (?:min|d|%|nodes)", text)
+    assert len(found) >= 2 * 8 + 2 and {"54.2 min", "60 nodes", "0.5 %"} <= set(found)
+    assert ("devices      1,024" in text) is (columns < 100)
 
 
 def test_a_printed_table_breaks_no_word_where_another_column_can_give_way(monkeypatch, capsys) -> None:

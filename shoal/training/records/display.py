@@ -71,9 +71,9 @@ class Display:
         if config.data.tokenizer == "bytes" and vocab > BytesTokenizer.vocab_size and config.data.reads != "synthetic":
             used = f"{BytesTokenizer.vocab_size} of the {vocab:,} ids of model.weights"
             facts.append(("note", f"text is read as bytes, {used}: set data.tokenizer to the model's tokenizer.json"))
-        longest = config.model.max_sequence if config.model.weights else None
-        if longest and (length := config.data.sequence_length) > longest:
-            facts.append(("note", f"sequences of {length:,} tokens: model.weights was trained with at most {longest:,}"))
+        trained, length = getattr(config.model, "max_sequence", None), config.data.sequence_length
+        if config.model.weights and trained and length > trained:
+            facts.append(("note", f"sequences of {length:,} tokens: model.weights had {trained:,} in training"))
         if (warmup := config.optimizer.warmup_steps) > config.train.steps:
             facts.append(("note", f"a warm-up of {warmup} steps is longer than the run: no step has the peak rate"))
         facts = [(name, printable(text)) for name, text in facts]

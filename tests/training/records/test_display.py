@@ -99,7 +99,7 @@ def test_a_model_whose_tokenizer_is_missing_is_told_that_it_reads_bytes(tmp_path
 
 
 def test_sequences_beyond_those_of_the_imported_weights_are_noted(tmp_path):
-    note = "sequences of 4,096 tokens: model.weights was trained with at most 2,048"
+    note = "sequences of 4,096 tokens: model.weights had 2,048 in training"
     for model, length in (("weights", 4096), ("weights", 2048), ("name", 4096)):
         values = {"model": {model: "llama", "max_sequence": 2048}, "data": {"sequence_length": length}}
         view = Display(Console(file=(file := io.StringIO()), width=120))
