@@ -79,6 +79,15 @@ def show_bytes(size: float) -> str:
     return _show(size, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
 
 
+def show_number(value: float) -> str:
+    """Format a number with three digits and separated thousands.
+
+    >>> show_number(1263.4), show_number(0.16667), show_number(73.0)
+    ('1,260', '0.167', '73')
+    """
+    return f"{float(f'{value:.3g}'):,.12g}"
+
+
 def show_seconds(seconds: float) -> str:
     """Format seconds with a prefix and three digits.
 

@@ -87,7 +87,8 @@ COMMANDS = {
         "Play a pipeline schedule before it is run: shoal simulate --schedule zb-v --pp 8 --compare 1f1b,zb-h1",
     ),
     "estimate": Command(
-        "shoal.cli.estimate", "Predict time and memory of a step: shoal estimate --cluster 8xH100 --parallel.zero 3",
+        "shoal.cli.estimate",
+        "Predict time and memory of a step: shoal estimate [RUN.toml] --cluster 8xH100 --parallel.zero 3",
         "main", ("parallel",),
     ),
     "plan": Command(

@@ -97,12 +97,18 @@ def check_device(run: EstimatedRun) -> None:
         raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")
     if run.products in machine.peak_flops:
         return
-    peaks = {name: machine.peak_flops.get(replace(run, precision=name).products, 0.0) for name in FORMATS}
-    has = sorted((name for name in peaks if peaks[name]), key=lambda name: -peaks[name])
+    first: dict[str, str] = {}  # the first precision of each kind of products
+    for name in FORMATS:
+        first.setdefault(replace(run, precision=name).products, name)
+    has = sorted(first.keys() & machine.peak_flops, key=lambda kind: (abs(_bits(kind) - _bits(run.products)), kind))
     raise UsageError(
         f"--precision {run.precision}: the catalog has no {run.products} peak of {machine.name}, but of "
-        f"{', '.join(machine.peak_flops)}.\n  Give --precision {' or '.join(has[:3])}."
+        f"{', '.join(machine.peak_flops)}.\n  Give --precision {' or '.join(first[kind] for kind in has[:3])}."
     )
+
+
+def _bits(kind: str) -> int:
+    return int(kind.lstrip("bfpt"))
 
 
 @cache

@@ -240,7 +240,8 @@ class Estimate(StagePrices, StepEstimate):
         if self.program.ranks > 1:
             longer = self._played_seconds - self._seconds(simulate(self.columns, self.durations))
             of["messages between stages"] = min(max(0.0, longer), waiting)
-        of["bubble"] = waiting - of["messages between stages"]
+        bubble = waiting - of["messages between stages"]
+        of["bubble"] = bubble if bubble > ROUNDING * self._played_seconds else 0.0
         of["launches"] += self.step_seconds - self._played_seconds
         return of
 
@@ -269,6 +270,7 @@ class Estimate(StagePrices, StepEstimate):
         ]
 
 
+ROUNDING = 1e-9  # relative to a step: shorter parts are errors of rounding
 NAMES = (
     "matrix products", "attention", "element by element", "recomputation", "tensor parallelism",
     "context parallelism", "expert parallelism", "gathers and reductions", "optimizer", "launches",

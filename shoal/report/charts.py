@@ -87,6 +87,7 @@ def draw_lines(
     dots: bool = False,
     from_zero: bool = False,
     lowest: float | None = None,
+    legend: str = "",
 ) -> None:
     """Draw lines over a logarithmic x axis, with a legend.
 
@@ -97,6 +98,7 @@ def draw_lines(
         dots: draw the points, too.
         from_zero: make y linear, from 0; otherwise it is logarithmic.
         lowest: where a logarithmic y starts, if lower than all points.
+        legend: title of the legend.
     """
     axes.set_title(title)
     axes.set_xscale("log")
@@ -118,7 +120,7 @@ def draw_lines(
         axis.set_label_text(label)
         axis.set_major_formatter(FuncFormatter(lambda value, _, show=show: show(value)))
         axis.set_minor_formatter(NullFormatter())
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), title=legend, alignment="left")
 
 
 def _locate_powers(low: float, high: float) -> LogLocator:

@@ -34,7 +34,7 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     for word in ("MFU", "memory of the fullest rank", "bubble", "cost", "energy", "Layouts that fit"):
         assert word in said
     html = page.read_text()
-    assert html.count("<svg") == 3 and "ridge 295 FLOPs/byte" in html
+    assert html.count("<svg") == 3 and "ridge: 295" in html
     (bound,) = (line for line in said.splitlines() if line.startswith("Does not fit"))
     assert html.index(f"<p class=alarm>{escape(bound)}</p>") < html.index("<table>")  # what does not fit is said first
     assert "http-equiv" in html and "<script src" not in html

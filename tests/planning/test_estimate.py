@@ -329,7 +329,8 @@ def test_replicas_fill_the_cluster() -> None:
         ({"optimizer": "adamm"}, {}, "did you mean 'adam"),
         ({"global_batch": 7}, {}, "not a multiple of dp 8"),
         ({"cluster": "8xV100", "precision": "fp8"}, {}, "no fp8 peak"),
-        ({"cluster": "8xV100"}, {}, r"no bf16 peak of v100.*\n  Give --precision fp16 or "),
+        ({"cluster": "8xV100"}, {}, r"no bf16 peak of v100.*\n  Give --precision fp16 or fp32"),
+        ({"cluster": "8xGB200", "precision": "fp32"}, {}, r"no fp32 peak of gb200.*\n  Give --precision bf16 or"),
         ({"cluster": "v5p-16", "precision": "fp64"}, {}, r"no fp64 peak of tpu-v5p, but of bf16"),
     ],
 )
@@ -384,3 +385,9 @@ def test_a_sweep_is_of_estimates(tmp_path: Path) -> None:
 def test_a_process_can_use_what_nvidia_smi_lists(name: str, mib: int) -> None:
     found = Estimate(EstimatedRun(model_shape("tiny"), Layout(), cluster(name), 128, 1))
     assert found.capacity == pytest.approx(mib * 2**20, rel=0.01)
+
+
+def test_a_run_without_a_pipeline_has_no_bubble() -> None:
+    """Not even one of rounding, which a plan would list as 8.88e-07 ns."""
+    run = shoal.estimate(Layout(zero=1, tp=2, sequence_parallel=True, micro_batch=2), cluster="8x8xH100", fill=True)
+    assert run.breakdown["bubble"] == 0.0

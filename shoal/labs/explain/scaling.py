@@ -16,7 +16,7 @@ from pydantic import Field, PositiveFloat
 from rich.console import Console
 from rich.table import Table
 
-from shoal.base.units import DAY
+from shoal.base.units import DAY, show_number
 from shoal.labs.explain.options import FigureOptions
 from shoal.planning.cost.flops import dollars, petaflop_days
 from shoal.report.charts import draw_lines, new_figure, to_svg
@@ -158,7 +158,7 @@ def draw() -> str:
 def _budgets(options: ScalingOptions) -> Table:
     rows = []
     for flops in options.flops:
-        shown = (f"{flops:.3g}", f"{petaflop_days(flops):,.3g}")
+        shown = (f"{flops:.3g}", show_number(petaflop_days(flops)))
         for name, law in LAWS.items():
             n, t, loss = law(flops)
             numbers = (f"{n:.3g}", f"{t:.3g}", f"{t / n:.3g}", f"{loss:.3f}")

@@ -106,6 +106,12 @@ def find_subject(subject: str) -> tuple[type[Section], Show]:
         return WordOptions, partial(_explain_word, word)
     if fields := find_fields(subject):
         return WordOptions, partial(_list_fields, fields)
+    first = subject.partition(" ")[0]
+    if first in SUBJECTS:
+        raise UsageError(
+            f"explain {subject}: '{first}' takes options alone, no '{subject[len(first) + 1 :]}'."
+            f"\n  See shoal explain {first} --help. For the run of a file: shoal estimate RUN.toml."
+        )
     near = " or ".join(f"'{name}'" for name in nearest_words(subject, (*SUBJECTS,)))
     allowed = f"allowed: {', '.join([*SUBJECTS, PRODUCT])}, or a word of the glossary or the config"
     remedy = f"did you mean {near}?" if near else allowed

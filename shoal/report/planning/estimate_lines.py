@@ -9,12 +9,10 @@ from shoal.base.terminal import red
 from shoal.base.units import HOUR, show_bytes, show_metric, show_seconds
 from shoal.planning.changes import find_changes
 from shoal.planning.cost.flops import petaflop_days
-from shoal.planning.estimate import StepEstimate
+from shoal.planning.estimate import ROUNDING, StepEstimate
 from shoal.planning.full_training import FullTraining
 from shoal.planning.run import EstimatedRun
 from shoal.planning.software_estimate import estimate_run
-
-ROUNDING = 1e-9  # relative to a step; omit smaller parts
 
 
 def estimate_lines(
@@ -119,4 +117,4 @@ def change_rows(estimate: StepEstimate) -> list[tuple[str, str]]:
     ]  # fmt: skip
     if not found and not estimate.fits:
         return [("none", "on this cluster with this batch")]
-    return found or [("", "no tried change is faster")]
+    return found or [("none", "of those tried is faster")]

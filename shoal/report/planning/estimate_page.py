@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.base.files import write_atomically
-from shoal.base.units import show_bytes, show_seconds
+from shoal.base.units import show_bytes, show_metric, show_number, show_seconds
 from shoal.planning.cost.roofline import OperationCost, matrix_product
-from shoal.planning.estimate import Estimate, StepEstimate
+from shoal.planning.estimate import ROUNDING, Estimate, StepEstimate
 from shoal.planning.run import KINDS
 from shoal.report.charts import PAGE_WIDTH, draw_lines, new_figure, stacked_bars, styled, to_svg
 from shoal.report.page import command, page
-from shoal.report.planning.estimate_lines import ROUNDING, bound
+from shoal.report.planning.estimate_lines import bound
 from shoal.report.planning.tables import layout_lines
 from shoal.report.tables import html_table
 from shoal.report.timeline.palette import FAINT
@@ -109,11 +109,11 @@ def draw_roofline(
     """Draw a roofline and operations by name, as (FLOPs per byte, FLOP/s): on it, or under it if measured."""
     ridge = peak / bandwidth
     least = min(ridge / 1000, *(intensity for intensity, _ in points.values()))
-    series = {f"ridge {ridge:,.3g} FLOPs/byte": [(least, least * bandwidth), (ridge, peak), (100 * ridge, peak)]}
-    series |= {f"{name}: {point[0]:,.3g}": [point] for name, point in points.items()}
+    series = {f"ridge: {show_number(ridge)}": [(least, least * bandwidth), (ridge, peak), (100 * ridge, peak)]}
+    series |= {f"{name}: {show_number(point[0])}": [point] for name, point in points.items()}
     figure, (axes,) = new_figure(PAGE_WIDTH, 380)
-    draw_lines(axes, title, series, dots=True, x=("FLOPs per byte of memory", lambda x: f"{x:g}"),
-               y=("FLOP/s", lambda y: f"{y:.0e}"))  # fmt: skip
+    draw_lines(axes, title, series, dots=True, x=("FLOPs per byte of memory", show_number),
+               y=("FLOP/s", lambda y: show_metric(y, "")), legend="FLOPs per byte")  # fmt: skip
     return to_svg(figure, inline=inline)
 
 

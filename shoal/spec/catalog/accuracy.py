@@ -40,7 +40,8 @@ class Accuracy(Section):
         kind = {None: "", True: " with experts, context parallelism, 8 or 4 bits", False: ""}[self.special]
         errors = f"median {100 * self.median:.0f} %, 90 % within {100 * self.ninetieth:.0f} %"
         of = f"{self.rows:,} measurements of {self.software or 'other software'}{sizes.get(self.size, '')}{kind}"
-        return f"{errors}: {of}, of which the fit had not seen the {self.left_out}"
+        which = {"model": "whose models", "cluster": "whose clusters", "software": "which"}[self.left_out]
+        return f"{errors}: {of}, {which} the fit had not seen"
 
 
 @cache

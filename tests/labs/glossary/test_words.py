@@ -43,3 +43,9 @@ def test_a_word_takes_no_options():
     assert "1f1b" not in SUBJECTS
     with pytest.raises(UsageError, match="--ranks"):
         explain(["1f1b", "--ranks", "3"])
+
+
+def test_a_subject_that_takes_no_file_names_the_command_that_does(capsys):
+    assert main(["explain", "memory", "run.toml"]) == 2
+    message = capsys.readouterr().err
+    assert "'memory' takes options alone, no 'run.toml'" in message and "shoal estimate RUN.toml" in message

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError
 from shoal.base.options import reject_unused
-from shoal.base.units import DAY, show_bytes, show_metric
+from shoal.base.units import DAY, show_bytes, show_metric, show_number
 from shoal.labs.explain.device.accelerators import find_node
 from shoal.labs.explain.options import FigureOptions
 from shoal.labs.explain.scaling import YEAR, six_n_t, training_seconds
@@ -42,7 +42,8 @@ class BudgetOptions(FigureOptions):
     """Parameters N instead of a model's, such as 70e9; of experts those that one token passes."""
 
     tokens: PositiveFloat | None = None
-    """Tokens T of the training, such as 15e12 (default: 20 per parameter). FLOPs are 6 N T."""
+    """Tokens T of the training, such as 15e12 (default: 20 per parameter). FLOPs are 6 N T,
+    without attention's scores, which `shoal estimate` counts."""
 
     flops: PositiveFloat | None = None
     """FLOPs of the training instead, such as 2e25."""
@@ -138,7 +139,7 @@ def draw(flops: float, rate: float, devices: int, utilisation: float, name: str)
     days = training_seconds(flops, rate, devices, utilisation) / DAY
     figure, (axes,) = new_figure(860, 360)
     draw_lines(axes, f"Days of {flops:.3g} FLOPs over the number of {name}", series, x=("devices", "{:,.0f}".format),
-               y=("days", "{:,.3g}".format), marks=[(float(devices), days, f"{days:,.3g} days")])  # fmt: skip
+               y=("days", show_number), marks=[(float(devices), days, f"{show_number(days)} days")])  # fmt: skip
     return to_svg(figure)
 
 
@@ -176,10 +177,10 @@ def _cluster(machine: Accelerator) -> Cluster:
 
 def _work_rows(work: Work) -> Iterator[tuple[str, str]]:
     if work.parameters and work.tokens:
-        each = f"{work.tokens / work.parameters:.3g} each"
+        each = f"{show_number(work.tokens / work.parameters)} each"
         yield "parameters N, tokens T", f"{work.parameters:.4g}, {work.tokens:.4g} ({each})"
     named = "FLOPs, 6 N T" if work.parameters else "FLOPs"
-    yield named, f"{work.flops:.3g}, {petaflop_days(work.flops):,.4g} petaFLOP/s-days"
+    yield named, f"{work.flops:.3g}, {show_number(petaflop_days(work.flops))} petaFLOP/s-days"
     if work.tokens:
         ids = ", ".join(f"{show_bytes(work.tokens * size)} in {8 * size} bits" for size in (2, 4))
         yield "tokens on disk", f"{show_bytes(work.tokens * TEXT_BYTES)} of text; as numbers {ids}"
@@ -210,4 +211,4 @@ def _batch_rows(options: BudgetOptions, busy: float | None) -> Iterator[tuple[st
 
 def _days(seconds: float) -> str:
     days = seconds / DAY
-    return f"{seconds / YEAR:,.3g} years" if seconds >= 2 * YEAR else f"{days:,.3g} days"
+    return f"{show_number(seconds / YEAR)} years" if seconds >= 2 * YEAR else f"{show_number(days)} days"

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError
-from shoal.base.units import parse_counts, show_bytes, show_metric, show_seconds
+from shoal.base.units import parse_counts, show_bytes, show_metric, show_number, show_seconds
 from shoal.labs.explain.options import BatchOptions
 from shoal.planning.cost.roofline import OperationCost, least_rows, matrix_product
 from shoal.planning.describe import estimate
@@ -114,7 +114,7 @@ def _table(points: Mapping[str, Placed], peak: float, bandwidth: float, *, measu
         size = [] if measured else [show_metric(cost.flops, "FLOP"), show_bytes(cost.bytes)]  # 80 columns hold no more
         roof = [show_metric(min(peak, cost.intensity * bandwidth), "FLOP/s")] if measured else []
         shown = show_metric(rate, "FLOP/s"), f"{100 * rate / peak:.1f} %", show_seconds(cost.flops / rate)
-        rows.append([name, *size, f"{cost.intensity:,.3g}", bound, *roof, *shown])
+        rows.append([name, *size, show_number(cost.intensity), bound, *roof, *shown])
     sizes, rates = ((), ("roof", "measured")) if measured else (("FLOPs", "bytes"), ("roof",))
     headings = ("m,k,n" if measured else "operation", *sizes, "FLOP/B", "bound by", *rates, "of peak", "time")
     return text_table(headings, rows, words=(0, 2 + len(sizes)), gap=1)
