@@ -58,7 +58,7 @@ class SoftwareEstimate(StepEstimate):
         return [
             PeakMemory(
                 rank["parameters"], rank["gradients"], rank["optimizer"], rank["activations"], rank["gathered"],
-                rank["working"] + rank["updating"], 0.0, rank["holes"] + rank["base"] + outside,
+                rank["working"] + rank["updating"], 0.0, rank["holes"] + rank["split_holes"] + rank["base"] + outside,
             )
             for rank in ([first, *between, last] if self.run.layout.pp > 1 else [first])
         ]  # fmt: skip

@@ -299,6 +299,11 @@ def has_fixed_pipeline(row: Row) -> bool:
     return "after_pp_fix=False" not in (row.get("note") or "")
 
 
+def split_holes(row: Row, default: float) -> float:
+    """Return `Software.split_holes`; of nanotron's pipelines before the fix, as their failed runs had it."""
+    return default if has_fixed_pipeline(row) or number(row, "pp") == 1 else 0.3
+
+
 def timed(row: Row) -> bool:
     """Whether a row's time counts: not of quality M, nor of a broken pipeline."""
     return row.get("quality") != "M" and (has_fixed_pipeline(row) or (number(row, "pp") or 1) == 1)

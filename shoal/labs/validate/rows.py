@@ -221,6 +221,7 @@ def _software(row: Row, software: Software) -> Software:
         "selective": {"selective": "core", "operators": "operators"}.get(mode or "", software.selective),
         "fused_norm": software.fused_norm or "RMS" in (row.get("attn_kernel") or ""),
         "reduced_apart": software.reduced_apart * fixed, "ties_first": software.balanced and not fixed,
+        "split_holes": columns.split_holes(row, software.split_holes),
         "rows_once": columns.sends_rows_once(row, software.rows_once), "blocking": columns.blocking(row),
         "counts_ends": software.counts_ends or "DeepSpeed" in (row.get("framework") or ""),
         "gradient_bytes": columns.gradient_bytes(row, software.gradient_bytes),

@@ -114,6 +114,7 @@ class Runs:
     shard_copies: np.ndarray = _optional(0)
     sliced: np.ndarray = _optional(0)
     reduced_apart: np.ndarray = _optional(0)
+    split_holes: np.ndarray = _optional(0)
     gathers_kept: np.ndarray = _optional(0)
     unsplit_logits: np.ndarray = _optional(0)
     fused_norm: np.ndarray = _optional(1)  # 1 if a norm is one kernel

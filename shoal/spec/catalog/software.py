@@ -60,6 +60,10 @@ class Software(Section):
     # Tensors of [b, s, h] that a layer's forward passes to collectives on a separate stream. The host can reuse their
     # memory only after the device has finished with them.
     reduced_apart: NonNegativeInt = 0
+    # Part of activations and transient tensors that tensor parallelism needs besides, where little memory is left: kept
+    # parts of tensors lie between full ones that are freed. By which published runs failed; none where torch's
+    # allocator has `expandable_segments`, or a compiler places tensors
+    split_holes: NonNegativeFloat = 0.08
     gathers_kept: bool = False  # Whether sequence parallelism stores the gathered inputs of each block for backward
     unsplit_logits: bool = False  # Whether the loss reads full-vocabulary logits on every tensor-parallel rank
     fused_loss: bool = False  # Whether the loss writes the gradient of the logits in their place

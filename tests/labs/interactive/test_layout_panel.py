@@ -17,7 +17,7 @@ from tests.browser import check_widths
 
 READY = "#step b"
 SMALL = "layout?model=llama-3-8b&tp=2&pp=2&cluster=2x8xH100"
-TOO_LARGE = "layout?cluster=4x8xA100"
+TOO_LARGE = "layout?cluster=4x8xA100-40GB"
 
 
 def state(page) -> dict:

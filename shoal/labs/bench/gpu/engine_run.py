@@ -22,7 +22,7 @@ from shoal.labs.bench.gpu.ceilings import attained_flops
 from shoal.labs.bench.gpu.item import GpuSetting
 from shoal.labs.bench.race import time_in_turns
 from shoal.labs.bench.step.workload import RepeatedDataset
-from shoal.planning.cost.memory.stage import outside_allocator
+from shoal.planning.cost.memory.stage import GB
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.clusters import cluster
@@ -159,7 +159,7 @@ def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> 
     kernels = profile_step(engine, setting, setting.out / "trace.json.gz" if trace else None)
     rates = describe_rates(setting, point, step, attained)
     expected = point.estimate(setting) if point.config.parallel.offload == "none" else None
-    outside = outside_allocator(expected.run.cluster.memory_bytes, expected.calibration) if expected else 0.0
+    outside = expected.calibration.numbers["context"] * GB if expected else 0.0
     return {
         **rates,
         "kernels ms": 1e3 * kernels.seconds, "host-bound %": max(0.0, 100 * (1 - kernels.seconds / step)),

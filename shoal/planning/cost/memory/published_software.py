@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.planning.cost.batched_runs import E, Runs
-from shoal.planning.cost.memory.stage import GB, outside_allocator
+from shoal.planning.cost.memory.stage import GB
 from shoal.planning.cost.time.kernels import Kernels
 from shoal.planning.cost.time.step import shard_parameters, split_layers, weights_on_rank
 from shoal.spec.catalog.calibration import Calibration
@@ -27,8 +27,9 @@ class Footprint:
     allocated: np.ndarray  # allocated by tensors, on the fullest pipeline rank
     reserved: np.ndarray  # reserved by torch's allocator, including unused blocks, on the fullest pipeline rank
     first_reserved: np.ndarray  # reserved on the first pipeline rank
-    process: np.ndarray  # reserved plus context and libraries: the value in `nvidia-smi`
-    needed: np.ndarray  # like `process`, without what the allocator reclaims before it reports out of memory
+    process: np.ndarray  # reserved plus context and libraries, late in a run: the value in `nvidia-smi`
+    # like `process`, without what the allocator reclaims before it reports out of memory, and with holes that it cannot
+    needed: np.ndarray
     capacity: np.ndarray  # accelerator memory available to a process
     # the first pipeline rank, the second (the largest in the middle), and the last
     ranks: tuple[RankBytes, RankBytes, RankBytes]
@@ -57,6 +58,7 @@ class RankBytes:
     working: np.ndarray  # transient in a pass
     updating: np.ndarray  # transient in an update
     holes: np.ndarray  # unused between blocks
+    split_holes: np.ndarray  # the same where tensor parallelism splits tensors, when little memory is left
     unread: np.ndarray  # freed, but still read by pending collectives
     base: np.ndarray  # workspaces
 
@@ -69,12 +71,16 @@ class RankBytes:
         return self.states + np.maximum(self.activations + self.working, self.updating)
 
     @property
-    def needed(self) -> np.ndarray:
+    def filled(self) -> np.ndarray:
         return self.states + self.activations + self.working + self.updating + self.holes + self.base
 
-    def reserved(self, available: np.ndarray) -> np.ndarray:
-        """Return the bytes that torch's allocator reserves, of those available to it."""
-        return np.minimum(self.needed + self.unread, np.maximum(self.needed, available))
+    @property
+    def needed(self) -> np.ndarray:
+        return self.filled + self.split_holes
+
+    def reserved(self, available: np.ndarray, holes: np.ndarray | float = 0.0) -> np.ndarray:
+        """Return the bytes that torch's allocator reserves, of those available to it, some more in holes."""
+        return np.minimum(self.filled + self.unread + holes, np.maximum(self.filled, available))
 
 
 def footprint(runs: Runs, constants: Calibration) -> Footprint:
@@ -94,12 +100,12 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     second = _rank(k, most_layers, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
     last = _rank(k, last_layers, 1, waiting, kept, held + logits)
     capacity = r.memory * np.where(r.is_gpu > 0, c["usable"], 1.0)
-    beside, ranks = outside_allocator(r.memory, constants), (first, second, last)
+    beside, ranks = np.full(r.size, c["context"] * GB), (first, second, last)
     allocated, needed = (np.maximum.reduce([getattr(rank, name) for rank in ranks]) for name in ("allocated", "needed"))
     reserves = [rank.reserved(capacity - beside) for rank in ranks]
-    reserved = np.maximum.reduce(reserves)
+    process = np.maximum.reduce([rank.reserved(capacity - beside, rank.split_holes) for rank in ranks]) + beside
     return Footprint(
-        allocated, reserved, reserves[0], reserved + beside, needed + beside, capacity, ranks, beside
+        allocated, np.maximum.reduce(reserves), reserves[0], process, needed + beside, capacity, ranks, beside
     )
 
 
@@ -177,6 +183,7 @@ def _rank(
     holes = np.where(r.microbatches > r.pp, k.constant("fragmentation"), 0.0)
     return RankBytes(
         np.where(replicated, E * weights, 0.0), gradients, share * (OPTIMIZER + r.shard_copies * sharded), activations,
-        gathered, beside, share * c["update_bytes"], holes * (activations + beside + unread), unread,
+        gathered, beside, share * c["update_bytes"], holes * (activations + beside + unread),
+        np.where(r.tp > 1, r.split_holes, 0.0) * (activations + beside), unread,
         np.full(r.size, c["base"] * GB),
     )

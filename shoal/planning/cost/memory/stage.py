@@ -9,8 +9,6 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-
 from shoal.pipeline.simulator.columns import EVERY, NONE, NTH, SOME
 from shoal.planning.cost.buckets import count_elements, fill_buckets
 from shoal.planning.cost.memory import activations
@@ -25,9 +23,7 @@ from shoal.spec.catalog.calibration import Calibration, cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
 
 T = TypeVar("T")
-V = TypeVar("V", float, np.ndarray)
 GB = 1e9
-FITTED_MEMORY = 80e9  # bytes of the accelerators whose failed runs `headroom` was fitted to
 
 
 class PassContext(NamedTuple):
@@ -304,14 +300,4 @@ def library_bytes(cluster: Cluster, calibration: Calibration) -> float:
     """Return the bytes of a cluster's device used by libraries and the process."""
     if not cluster.accelerator.is_gpu:
         return 0.0
-    return calibration.numbers["base"] * GB + outside_allocator(cluster.memory_bytes, calibration)
-
-
-def outside_allocator(memory: V, calibration: Calibration) -> V:
-    """Return the bytes that a process needs outside torch's allocator, and spare ones, for some memory of a device.
-
-    Libraries take `context`. Peaks that no formula counts take `headroom`, a part of the memory up to that of the
-    accelerators whose failed runs it was fitted to (docs/validate.md).
-    """
-    c = calibration.numbers
-    return c["context"] * GB + c["headroom"] * np.minimum(memory, FITTED_MEMORY)
+    return (calibration.numbers["base"] + calibration.numbers["context"]) * GB
