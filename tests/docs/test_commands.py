@@ -3,6 +3,7 @@
 import re
 import shlex
 from functools import cache
+from textwrap import dedent
 
 import pytest
 
@@ -51,6 +52,22 @@ def list_computed() -> list[str]:
 def test_examples_that_only_compute_run(command, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)) == ("Does not fit" in (out := capsys.readouterr().out)), out
+
+
+def test_a_module_of_ones_own_is_estimated_as_its_page_says(tmp_path, monkeypatch, capsys) -> None:
+    pytest.importorskip("transformers")
+    section = (ROOT / "docs" / "own-model.md").read_text().partition("## Estimates")[2]
+    monkeypatch.chdir(tmp_path)
+    files = re.search(r"^    # llama.py\n(.*?)\n\n    # run.toml\n(.*?)\n\n    shoal", section, re.M | re.S)
+    for name, text in zip(("llama.py", "run.toml"), files.groups(), strict=True):
+        (tmp_path / name).write_text(dedent(text))
+    words = " ".join(section.split())
+    for command in ("estimate run.toml --cluster 8xH100", re.search("estimate --model [^`]*", words)[0]):
+        assert main(command.split()) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    stated = re.search(r"llama-1b on dp 8 .*? hidden\)", words)[0]
+    took, kept = re.search(r"takes (\S+ ms), and activations (\S+ GB)", words).groups()
+    assert all(each in printed for each in (stated, f"step {took};", f"activations {kept}")), printed
 
 
 def is_known(option: str, options: frozenset[str]) -> bool:
