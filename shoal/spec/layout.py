@@ -255,8 +255,8 @@ class Layout(Section):
     def describe(self) -> str:
         """Return a one-line summary for banners and tables: the differences from a single device.
 
-        >>> Layout(dp=2, zero=1, tp=2).describe()
-        'dp 2 (ZeRO-1) x tp 2'
+        >>> Layout(dp=2, zero=1, tp=2).describe(), Layout(dp=4, ep=2).describe()
+        ('dp 2 (ZeRO-1) x tp 2', 'dp 4 (DDP) with ep 2')
         """
         parts = []
         if self.dp > 1:
@@ -271,12 +271,12 @@ class Layout(Section):
         if self.tp > 1:
             grid = f" (grid {self.tp_x} x {self.tp_y})" if self.tp_x > 1 else ""
             parts.append(f"tp {self.tp}{grid}" + (" + sequence parallel" if self.sequence_parallel else ""))
-        if self.ep > 1 or self.etp is not None:
-            parts.append(f"ep {self.ep}" + (f" (etp {self.etp})" if self.etp is not None else ""))
         if self.pp > 1:
             stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages else ""
             parts.append(f"pp {self.pp} ({self.schedule}{stages})")
-        return " x ".join(parts) or "one device"
+        etp = f" (etp {self.etp})" if self.etp is not None else ""
+        experts = f" with ep {self.ep}{etp}" if self.ep > 1 or etp else ""  # no factor: of ranks of the other axes
+        return (" x ".join(parts) or "one device") + experts
 
 
 def mesh_axes(layout: Layout, name: str) -> tuple[str, ...]:

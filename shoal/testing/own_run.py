@@ -146,7 +146,7 @@ class Run:
         if layout == "auto" and not (cluster and global_batch):
             raise UsageError("Run: layout 'auto' needs cluster and global_batch.\n  Give both, such as "
                              "cluster='8xH100'.")
-        batch = {"global_batch": global_batch or chosen.dp * chosen.micro_batch, "validation_sequences": 1}
+        batch = {"global_batch": global_batch or chosen.dp * chosen.micro_batch}
         train = sections.pop("train", {})
         given = {"train": batch | train if isinstance(train, Mapping) else train, "model": {"name": name}}
         if isinstance(optimizer, dict):

@@ -99,6 +99,9 @@ class StepMetrics:
     metrics: dict[str, float] | None = None
     validation_metrics: dict[str, float] | None = None
 
+    def __repr__(self) -> str:
+        return f"StepMetrics({', '.join(f'{name}={value!r}' for name, value in self.known().items())})"
+
     def known(self) -> dict[str, Any]:
         """Return all values that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}

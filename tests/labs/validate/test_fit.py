@@ -143,7 +143,7 @@ def test_the_accuracy_of_a_run_depends_on_what_was_measured() -> None:
         for software, kind in (("nanotron", "h100-sxm, efa"), ("nanotron", "b200-sxm, infiniband"), ("shoal", ""))
     )
     assert [entry.left_out for entry in (seen, other, never)] == ["model", "cluster", "software"]
-    assert seen.width < other.width < never.width and "not seen the cluster" in other.describe()
+    assert seen.width < other.width < never.width and "whose clusters the fit had not seen" in other.describe()
 
 
 def test_accuracy_is_written_as_it_is_read() -> None:

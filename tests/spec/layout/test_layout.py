@@ -247,6 +247,7 @@ def test_choices_are_closed(wrong):
         ({"dp": 4, "zero": 3, "zero_shard": 2}, "dp 4 (ZeRO-3, shard 2)"),
         ({"tp": 2, "sequence_parallel": True, "pp": 2}, "tp 2 + sequence parallel x pp 2 (1f1b)"),
         ({"tp": 8, "tp_x": 2}, "tp 8 (grid 2 x 4)"),
+        ({"dp": 4, "pp": 2, "ep": 2}, "dp 4 (DDP) x pp 2 (1f1b) with ep 2"),  # 8 ranks: ep is no factor of them
     ],
 )
 def test_describe(fields, line):

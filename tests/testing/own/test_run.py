@@ -103,6 +103,14 @@ def test_it_goes_on_after_the_loss_of_a_rank_with_the_same_bits(undisturbed, tmp
         assert torch.equal(value, undisturbed.weights()[name]), name
 
 
+def test_a_run_of_python_has_the_defaults_of_the_command_line(undisturbed):
+    run = shoal.Run(model=UNet, loss=rebuilt, data=Images, layout=shoal.Layout(dp=2, micro_batch=2))
+    default = shoal.RunConfig().train
+    assert run.config.train.model_copy(update={"global_batch": default.global_batch}) == default
+    assert repr(record := undisturbed.metrics[-1]).startswith(f"StepMetrics(step={STEPS}, ")
+    assert "None" not in repr(record)
+
+
 def test_it_resumes_on_another_layout_by_its_folder_alone(undisturbed, tmp_path):
     """The copy of the definition in the run folder is enough, as for `shoal train --resume`.
 
