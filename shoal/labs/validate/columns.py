@@ -25,7 +25,7 @@ _ACCELERATORS = (  # word, GB of memory, name in the catalog, node; the first ma
     ("mi325", "", "mi325x", "MI300X"), ("mi355", "", "mi355x", "MI355X"), ("v5p", "", "tpu-v5p", "v5p"),
     ("v5e", "", "tpu-v5e", "v5e"), ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
 )  # fmt: skip
-_GATHERED_AGAIN = 14_018_000  # first job of nanotron's benchmark that gathers inputs again (by memory)
+_EXPOSED_GATHERS = 14_018_000  # first job of nanotron's benchmark whose times have a backward's gathers in full
 _OFFLOADED = {  # layers, by model, accelerator and number format
     ("llama3-70b", "GB300", "bf16"): 30, ("llama3-70b", "GB300", "fp8"): 20, ("llama3-70b", "GB200", "bf16"): 20,
     ("llama3-70b", "GB200", "fp8"): 40, ("llama3-70b", "B200", "fp8"): 5,
@@ -199,10 +199,10 @@ def tied(row: Row) -> bool:
     return not gated(row)
 
 
-def gathers_kept(row: Row, default: bool) -> bool:
-    """Whether gathered inputs are kept for backward: in nanotron's first jobs without a pipeline, else by default."""
+def hides_gathers(row: Row) -> bool:
+    """Whether a backward's gathers are hidden: in nanotron's first jobs without a pipeline, by their times."""
     job = re.search(r" job (\d+)$", row.get("source_loc") or "")
-    return int(job[1]) < _GATHERED_AGAIN and (number(row, "pp") or 1) == 1 if job else default
+    return job is not None and int(job[1]) < _EXPOSED_GATHERS and (number(row, "pp") or 1) == 1
 
 
 def gradient_bytes(row: Row, default: int) -> int:
@@ -294,19 +294,14 @@ def memory(row: Row) -> tuple[float | None, str]:
     return size * unit, next((kind for word, kind in kinds.items() if word in text), "reserved")
 
 
-def has_fixed_pipeline(row: Row) -> bool:
-    """Whether the row is not from before nanotron's pipeline fix, by its note."""
-    return "after_pp_fix=False" not in (row.get("note") or "")
-
-
-def split_holes(row: Row, default: float) -> float:
-    """Return `Software.split_holes`; of nanotron's pipelines before the fix, as their failed runs had it."""
-    return default if has_fixed_pipeline(row) or number(row, "pp") == 1 else 0.3
+def has_old_pipeline(row: Row) -> bool:
+    """Whether the row is a pipeline from before nanotron's fix, by its note."""
+    return "after_pp_fix=False" in (row.get("note") or "") and (number(row, "pp") or 1) > 1
 
 
 def timed(row: Row) -> bool:
     """Whether a row's time counts: not of quality M, nor of a broken pipeline."""
-    return row.get("quality") != "M" and (has_fixed_pipeline(row) or (number(row, "pp") or 1) == 1)
+    return row.get("quality") != "M" and not has_old_pipeline(row)
 
 
 def seconds(row: Row, tokens: float, gpus: float) -> float | None:

@@ -34,6 +34,7 @@ RUN = ("seq", "n_gpus")
 COLUMNS = ("row_id", "kind", "status", "heads", *columns.SHAPE, *RUN)
 HEAD = 128  # head dim if the number of heads is not stated
 SOURCE = "a published row"
+OLD_PIPELINE = 0.3  # `Software.split_holes` of nanotron's pipelines before the fix, by which of them failed
 Left = dict[tuple[str, str], int]
 """Number of rows that are no points, by (file, reason)."""
 
@@ -215,18 +216,17 @@ def _shape(row: Row, known: _Known, named: ModelShape | None) -> ModelShape:
 
 def _software(row: Row, software: Software) -> Software:
     """Return the software with what the row says of its kernels and versions."""
-    mode, fixed = columns.recomputed(row), columns.has_fixed_pipeline(row)
+    mode, old = columns.recomputed(row), columns.has_old_pipeline(row)
     return software.model_copy(update={
         "attention": columns.attention(row, software.attention),
         "selective": {"selective": "core", "operators": "operators"}.get(mode or "", software.selective),
         "fused_norm": software.fused_norm or "RMS" in (row.get("attn_kernel") or ""),
-        "reduced_apart": software.reduced_apart * fixed, "ties_first": software.balanced and not fixed,
-        "split_holes": columns.split_holes(row, software.split_holes),
+        "reduced_apart": software.reduced_apart * (not old), "ties_first": software.balanced and old,
+        "split_holes": OLD_PIPELINE if old else software.split_holes, "hides_gathers": columns.hides_gathers(row),
         "rows_once": columns.sends_rows_once(row, software.rows_once), "blocking": columns.blocking(row),
         "counts_ends": software.counts_ends or "DeepSpeed" in (row.get("framework") or ""),
         "gradient_bytes": columns.gradient_bytes(row, software.gradient_bytes),
         "reduce_bytes": columns.gradient_bytes(row, software.reduce_bytes),
-        "gathers_kept": columns.gathers_kept(row, software.gathers_kept),
         "offloads_heads": (row.get("recompute") or "").startswith("qkv_proj_offloaded"),
         "fused_loss": columns.fuses_loss(row, software.fused_loss),
         "offloaded_layers": columns.offloaded_layers(row),

@@ -116,6 +116,7 @@ class Runs:
     reduced_apart: np.ndarray = _optional(0)
     split_holes: np.ndarray = _optional(0)
     gathers_kept: np.ndarray = _optional(0)
+    hides_gathers: np.ndarray = _optional(0)
     unsplit_logits: np.ndarray = _optional(0)
     fused_norm: np.ndarray = _optional(1)  # 1 if a norm is one kernel
     ties_first: np.ndarray = _optional(0)  # 1 if stages are cut by cost, and a tie starts the next stage

@@ -31,6 +31,24 @@ def test_a_row_is_what_it_says() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stages", "fixed", "job", "holes", "apart", "hides"),
+    [(1, False, 13_441_896, 0.1, 2, True), (1, False, 14_018_000, 0.1, 2, False), (1, True, 14_099_000, 0.1, 2, False),
+     (2, False, 13_441_896, 0.3, 0, False), (2, True, 14_099_000, 0.1, 2, False)],
+)  # fmt: skip
+def test_pipelines_of_nanotron_are_read_by_their_version(
+    stages: int, fixed: bool, job: int, holes: float, apart: int, hides: bool
+) -> None:
+    published = row(
+        "large", (4, 2, stages), 2, n_gpus=8 * stages, framework="nanotron", step_time_s=1, mem_gb=9, mem_kind="peak GiB",
+        note=f"after_pp_fix={fixed}", source_loc=f"bench.csv job {job}",
+    )  # fmt: skip
+    point = read_row(published, "file")
+    software = point.run.software
+    assert (software.split_holes, software.reduced_apart, software.hides_gathers) == (holes, apart, hides)
+    assert (point.seconds is None) == (software.ties_first) == (stages > 1 and not fixed)
+
+
+@pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"kind": "theoretical"}, "kind theoretical"),

@@ -318,7 +318,8 @@ class Kernels:
     @cached_property
     def exchanged_backward(self) -> np.ndarray:
         """Exchanges of a backward, relative to its forward's: block inputs may be gathered once more."""
-        return np.where((self.runs.sequence_parallel > 0) & (self.runs.gathers_kept == 0), 1.5, 1.0)
+        r = self.runs
+        return np.where((r.sequence_parallel > 0) & (r.gathers_kept == 0) & (r.hides_gathers == 0), 1.5, 1.0)
 
     @cached_property
     def computing_backward(self) -> np.ndarray:
