@@ -39,8 +39,8 @@ def test_pipelines_of_nanotron_are_read_by_their_version(
     stages: int, fixed: bool, job: int, holes: float, apart: int, hides: bool
 ) -> None:
     published = row(
-        "large", (4, 2, stages), 2, n_gpus=8 * stages, framework="nanotron", step_time_s=1, mem_gb=9, mem_kind="peak GiB",
-        note=f"after_pp_fix={fixed}", source_loc=f"bench.csv job {job}",
+        "large", (4, 2, stages), 2, n_gpus=8 * stages, framework="nanotron", step_time_s=1, mem_gb=9,
+        mem_kind="peak GiB", note=f"after_pp_fix={fixed}", source_loc=f"bench.csv job {job}",
     )  # fmt: skip
     point = read_row(published, "file")
     software = point.run.software
