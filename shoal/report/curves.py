@@ -17,14 +17,14 @@ from shoal.report.page import Fragment, json_script
 from shoal.training.records.metrics import StepMetrics
 
 MOST_POINTS = 2000  # of a line; more are thinned out
-MIB = 2**20
+GB = 1e9
 
 Value = Callable[[StepMetrics], float | None]
 FIGURES: dict[str, tuple[str, bool, Value]] = {
     "loss": ("loss per token (dots: validation)", True, lambda m: m.loss),
     "tokens_per_second": ("tokens per second", False, lambda m: m.tokens_per_second),
     "mfu": ("model FLOPs utilisation, %", False, lambda m: m.mfu and 100 * m.mfu),
-    "memory": ("peak memory of the fullest rank, MiB", False, lambda m: m.memory_bytes / MIB),
+    "memory": ("peak memory of the fullest rank, GB", False, lambda m: m.memory_bytes / GB),
     "gradient_norm": ("gradient norm, before clipping", True, lambda m: m.gradient_norm),
     "learning_rate": ("learning rate", True, lambda m: m.learning_rate),
     "loss_scale": ("loss scale", True, lambda m: m.loss_scale),
@@ -71,8 +71,8 @@ def describe_curves(
             own = key if counted == title else f"{key}/{unit}"  # runs share a figure if they count the same
             figures.append({"key": own, "title": counted, "log": logarithmic, **lines})
         if key == "memory" and (by_rank := [m.memory_by_rank for m in metrics if m.memory_by_rank]):
-            points = [[rank, number / MIB] for rank, number in enumerate(by_rank[-1])]
-            figures.append({"key": RANKS, "title": "peak memory by rank, MiB", "log": False, "ranks": _thin(points)})
+            points = [[rank, number / GB] for rank, number in enumerate(by_rank[-1])]
+            figures.append({"key": RANKS, "title": "peak memory by rank, GB", "log": False, "ranks": _thin(points)})
     figures += _named_figures(metrics)
     return {"name": printable(name), "figures": figures, "marks": [*_marks(metrics, events)]}
 

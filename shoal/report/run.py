@@ -202,7 +202,7 @@ def effective_facts(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     seconds, counted, failures, lost = (
         sum(event[name] for event in ends) for name in ("seconds", "counted", "failures", "lost")
     )
-    facts = [("effective training time", f"{counted / max(seconds, 1e-9):.1%}")]
+    facts = [("effective training time", f"{100 * counted / max(seconds, 1e-9):.1f} %")]
     if failures:
         facts += [("failures", f"{failures}"), ("repeated steps", f"{lost}")]
     recoveries = [event["seconds"] for event in events if event["event"] == "recovered"]

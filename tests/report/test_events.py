@@ -30,10 +30,10 @@ METRICS = (
 
 def test_all_starts_of_a_run_are_counted():
     assert effective_facts(EVENTS) == [
-        ("effective training time", "60.0%"), ("failures", "1"), ("repeated steps", "2"),
+        ("effective training time", "60.0 %"), ("failures", "1"), ("repeated steps", "2"),
         ("seconds to recover (mean)", "4.2"),
     ]
-    assert effective_facts(EVENTS[-1:]) == [("effective training time", "80.0%")]
+    assert effective_facts(EVENTS[-1:]) == [("effective training time", "80.0 %")]
     assert effective_facts([]) == []
 
 

@@ -31,8 +31,8 @@ def record(step: int, scale: float = 1.0, **more: object) -> dict[str, object]:
     noise = math.sin(step * 12.9898) * 0.15
     return {
         "step": step, "steps": 100, "loss": scale * (2 + 8 / math.sqrt(step) + noise), "learning_rate": 1e-3,
-        "tokens_per_second": 1e5 * scale + 900 * noise, "tokens_per_second_per_rank": 5e4, "memory_bytes": 3 << 30,
-        "memory_by_rank": [2 << 30, 3 << 30], "seconds_left": 9.0, "gradient_norm": 1 + noise, "mfu": 0.41, **more,
+        "tokens_per_second": 1e5 * scale + 900 * noise, "tokens_per_second_per_rank": 5e4, "memory_bytes": 3_000_000_000,
+        "memory_by_rank": [2_000_000_000, 3_000_000_000], "seconds_left": 9.0, "gradient_norm": 1 + noise, "mfu": 0.41, **more,
     }
 
 
@@ -67,7 +67,7 @@ def test_the_curves_are_the_metrics(runs):
     assert figures["loss"]["line"] == [[m.step, m.loss] for m in found.metrics]
     assert figures["loss"]["dots"] == [[25, 2.9], [50, 2.9], [75, 2.9]]
     assert figures["mfu"]["line"][0] == [1, pytest.approx(41)]
-    assert figures["memory_by_rank"]["ranks"] == [[0, 2048.0], [1, 3072.0]]
+    assert figures["memory_by_rank"]["ranks"] == [[0, 2.0], [1, 3.0]]
     assert [(mark["step"], mark["kind"]) for mark in shown["marks"]] == [(28, "restart"), (55, "spike"), (70, "layout")]
     assert "dp 4 (DDP)" in shown["marks"][-1]["text"]
 

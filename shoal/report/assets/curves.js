@@ -117,6 +117,7 @@
       element("line", { x1: LEFT, x2: width - RIGHT, y1: y.at(value), y2: y.at(value), stroke: "var(--line)" }, svg);
       element("text", { x: LEFT - 6, y: y.at(value) + 4, "text-anchor": "end" }, svg, show(value));
     }
+    element("text", { x: LEFT - 6, y: HEIGHT - 6, "text-anchor": "end" }, svg, given.ranks ? "rank" : "step");
     for (const value of ticks(x.low, x.high, logX, Math.max(3, Math.floor(width / 80)))) {
       if (Number.isInteger(value))
         element("text", { x: x.at(value), y: HEIGHT - 6, "text-anchor": "middle" }, svg, show(value));

@@ -29,6 +29,7 @@ HEADER_EVERY = 20  # lines between repeated headers
 REFRESH_SECONDS = 0.1
 WIDE = 100  # terminal width from which a step's line has all columns
 LEFT_OUT = ("per rank", "memory", "MFU", "lr", "grad norm")  # columns without space on a narrow screen, in this order
+PREFIXES = ("", "k", "M", "G", "T", "P")
 LABEL = 8  # width of the banner's labels
 
 
@@ -229,7 +230,7 @@ def _columns(
         ("MFU", 5, lambda m: "-" if m.mfu is None else f"{100 * m.mfu:.1f}%"),
         ("grad norm", 9, lambda m: "skipped" if m.gradient_norm is None else f"{m.gradient_norm:.3g}"),
         ("lr", 7, lambda m: f"{m.learning_rate:.1e}"),
-        ("memory", 6, lambda m: binary(m.memory_bytes)),
+        ("memory", 6, lambda m: f"{short(m.memory_bytes)}B"),
         ("time left", 9, lambda m: duration(m.seconds_left)),
     ]
     if counted == "sample":  # of unknown FLOPs
@@ -250,27 +251,14 @@ def short(count: float) -> str:
     >>> short(20480), short(124_439_808), short(7)
     ('20.5k', '124M', '7')
     """
-    return _prefixed(count, 1000, ("", "k", "M", "G", "T", "P"))
-
-
-def binary(size: float) -> str:
-    """Format bytes with a binary prefix.
-
-    >>> binary(1536), binary(3 << 30)
-    ('1.5Ki', '3Gi')
-    """
-    return _prefixed(size, 1024, ("B", "Ki", "Mi", "Gi", "Ti", "Pi"))
-
-
-def _prefixed(value: float, base: int, prefixes: tuple[str, ...]) -> str:
-    if not math.isfinite(value):
-        return str(value)
+    if not math.isfinite(count):
+        return str(count)
     power = 0
-    while abs(value) >= base - 0.5 and power < len(prefixes) - 1:
-        value, power = value / base, power + 1
-    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    text = f"{value:.{digits}f}"
-    return (text.rstrip("0").rstrip(".") if "." in text else text) + prefixes[power]
+    while abs(count) >= 999.5 and power < len(PREFIXES) - 1:
+        count, power = count / 1000, power + 1
+    digits = 0 if abs(count) >= 99.95 else 1 if abs(count) >= 9.995 else 2
+    text = f"{count:.{digits}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) + PREFIXES[power]
 
 
 def duration(seconds: float) -> str:
