@@ -345,5 +345,6 @@ def reject_unused(options: Section, names: Sequence[str], why: str) -> None:
     for name in names:
         given = getattr(options, name)
         if given != type(options).model_fields[name].default:
-            option = f"--{name.rstrip('_').replace('_', '-')}" + ("" if given is True else f" {given}")
+            option = f"{'--no-' if given is False else '--'}{name.rstrip('_').replace('_', '-')}"
+            option += "" if isinstance(given, bool) else f" {given}"
             raise UsageError(f"{option}: {why}.\n  Leave it out.")

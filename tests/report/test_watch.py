@@ -31,8 +31,8 @@ def record(step: int, scale: float = 1.0, **more: object) -> dict[str, object]:
     noise = math.sin(step * 12.9898) * 0.15
     return {
         "step": step, "steps": 100, "loss": scale * (2 + 8 / math.sqrt(step) + noise), "learning_rate": 1e-3,
-        "tokens_per_second": 1e5 * scale + 900 * noise, "tokens_per_second_per_rank": 5e4, "memory_bytes": 3_000_000_000,
-        "memory_by_rank": [2_000_000_000, 3_000_000_000], "seconds_left": 9.0, "gradient_norm": 1 + noise, "mfu": 0.41, **more,
+        "tokens_per_second": 1e5 * scale + 900 * noise, "tokens_per_second_per_rank": 5e4, "memory_bytes": int(3e9),
+        "memory_by_rank": [int(2e9), int(3e9)], "seconds_left": 9.0, "gradient_norm": 1 + noise, "mfu": 0.41, **more,
     }
 
 

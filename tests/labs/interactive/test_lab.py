@@ -40,6 +40,7 @@ def test_every_call_has_a_request(monkeypatch):
     (["--out", "/no/such/page.html"], "there is no folder /no/such"),
     (["--out", "page.html", "--port", "8000"], "--port 8000: --out writes a file and serves nothing"),
     (["--panel", "timelien?pp=2"], "there is no panel 'timelien'; did you mean 'timeline'?"),
+    (["--out", "page.html", "--no-browser"], "--no-browser: --out writes a file and serves nothing"),
     (["--out", "page.html", "--panel", "timeline"], "--panel timeline: --out writes a file and serves nothing"),
     (["--otu", "page.html"], "Perhaps you meant: --out"),
 ])  # fmt: skip

@@ -72,13 +72,14 @@ export function slider({ label, unit = "", values, value, onInput, format = Stri
   const input = h("input", {
     type: "range", id, min: 0, step: 1, oninput: () => { write(); onInput(known[input.valueAsNumber]); },
   });
-  const output = h("output", { for: id });
+  const output = h("output", { for: id }), counted = h("small", {});
   const element = h("div", { class: "control", title: help },
-    h("label", { for: id }, label), h("span", { class: "value" }, output, unit && h("small", {}, ` ${unit}`)), input);
+    h("label", { for: id }, label), h("span", { class: "value" }, output, unit && counted), input);
   function write() {
     const text = format(known[input.valueAsNumber]);
     output.textContent = text;
-    input.setAttribute("aria-valuetext", `${text} ${unit}`.trim());
+    counted.textContent = ` ${text === "1" ? unit.replace(/s$/, "") : unit}`;
+    input.setAttribute("aria-valuetext", `${text}${counted.textContent}`.trim());
   }
   function set(to, from = known) {
     known = from.includes(to) ? from : [...from, to].sort((a, b) => a - b);

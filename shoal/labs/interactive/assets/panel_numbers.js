@@ -47,7 +47,7 @@ export async function mount(element, state, api, onState) {
     refusedNumber.replaceChildren();
     bits.hidden = false;
     bits.replaceChildren(table(["format", "nearest value", "error", "relative error", "step to the next", "largest", "bits"], given.formats.map((one) => [
-      one.name, one.infinite ? "infinity" : `${one.nearest}${one.saturated ? " (its largest)" : ""}`, one.error || "–", one.relative || "–", one.infinite ? "–" : number(one.step), number(one.largest), drawBits(one),
+      one.name, one.infinite ? "infinity" : `${one.nearest}${one.saturated ? " (its largest)" : ""}`, one.error || "–", one.relative || "–", one.infinite ? "–" : number(one.step), number(one.largest, 5), drawBits(one),
     ]), { words: [6] }));
   }, (error) => { bits.hidden = true; refusedNumber.replaceChildren(refusal(error)); });
   const askNumber = () => sendNumber({ value: state.value });
