@@ -108,7 +108,8 @@ def draw_lines(
         axes.plot(*zip(*points, strict=True), line, color=colour, marker="o" if dots else "", label=name)
     for at, height, label in marks:
         axes.plot([at], [height], "o", color=INK, markerfacecolor=GROUND)
-        axes.annotate(label, (at, height), xytext=(0, 7), textcoords="offset points", ha="center", weight="bold")
+        axes.annotate(label, (at, height), xytext=(0, 7), textcoords="offset points", ha="center", weight="bold",
+                      bbox={"facecolor": GROUND, "edgecolor": "none", "pad": 0.5, "alpha": 0.8})
     if from_zero:
         axes.set_ylim(bottom=0)
     else:
@@ -181,7 +182,7 @@ def draw_bars(
         axes.annotate(text, (end, row), xytext=(4, 0), textcoords="offset points", va="center", bbox=behind)
     if limit:
         axes.axvline(limit[0], color=INK, linestyle="--", linewidth=1)
-        axes.annotate(limit[1], (limit[0], len(bars) - 0.5), xytext=(0, -12), textcoords="offset points", ha="right",
+        axes.annotate(limit[1], (limit[0], len(bars) - 0.5), xytext=(-3, -12), textcoords="offset points", ha="right",
                       annotation_clip=False)
     axes.set_yticks(rows, labels)
     axes.invert_yaxis()

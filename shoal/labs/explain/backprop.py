@@ -189,7 +189,7 @@ def draw(update: Update, names: list[str]) -> str:
     one, weights = update.passes[0], update.before
     inputs, rows = one.sample[:-1], 2 * len(names)
     figure, (axes,) = new_figure(
-        760, 60 + 50 * rows, title="One forward and one backward pass\nBlue: values, forward. Orange: derivatives of "
+        760, 60 + 66 * rows, title="One forward and one backward pass\nBlue: values, forward. Orange: derivatives of "
         "the loss, backward."
     )  # fmt: skip
     middle = (rows - 1) / 2

@@ -9,6 +9,7 @@ from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from pydantic import NonNegativeInt, PositiveInt
 from rich.console import Console
 from rich.table import Table
@@ -267,8 +268,9 @@ def _draw_times(axes: Axes, found: CollectiveStudy) -> None:
         axes,
         "Time over size, as a multiple of the lower bound",
         {name: [(size, over(name, size)) for size in SIZES] for name in found.prices},
-        x=("S", show_bytes),
+        x=("S, of the largest input or output of a rank", show_bytes),
         y=("", "{:g} x".format),
         marks=marks,
         lowest=1.0,
     )
+    axes.xaxis.set_major_locator(LogLocator(1000))  # half of the figure has no space for a label at each power of ten

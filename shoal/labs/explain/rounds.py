@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection, PolyCollection
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.path import Path
@@ -23,7 +23,7 @@ from shoal.labs.collectives.price import price_round
 from shoal.labs.collectives.topology import Topology
 from shoal.report.charts import hide_frame, styled
 from shoal.report.tables import text_table
-from shoal.report.timeline.palette import INK, WHITE, mix
+from shoal.report.timeline.palette import INK, ink, mix
 
 SHADES = "·░▒▓█"
 MOST_ROUNDS = 32  # largest number shown; of more, the first and the last
@@ -173,7 +173,9 @@ def draw_traffic(axes: Axes, description: Description, size: float) -> None:
     sent = np.zeros((description.ranks, description.ranks))
     for message in description.messages:
         sent[message.source, message.target] += len(message.blocks)
-    axes.imshow(np.ma.masked_equal(sent, 0), cmap=LinearSegmentedColormap.from_list("traffic", ("#dbe7fd", "#1d3f9c")))
+    drawn = axes.imshow(
+        np.ma.masked_equal(sent, 0), cmap=LinearSegmentedColormap.from_list("traffic", ("#dbe7fd", "#1d3f9c"))
+    )
     axes.set_title("Sent over all rounds: from row to column")
     axes.xaxis.tick_top()
     axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
@@ -183,4 +185,4 @@ def draw_traffic(axes: Axes, description: Description, size: float) -> None:
         for (source, target), blocks in np.ndenumerate(sent):
             words = show_bytes(blocks * float(description.share) * size)
             axes.text(target, source, words if blocks else "", ha="center", va="center", size=6,
-                      color=WHITE if blocks > 0.45 * sent.max() else INK)
+                      color=ink(to_hex(drawn.to_rgba(blocks))))

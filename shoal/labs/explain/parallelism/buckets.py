@@ -133,5 +133,5 @@ def draw(found: list[Held], cap: float, title: str) -> str:
         (f"{number}: {', '.join(_shorten(held.names))[:70]}", [float(held.bytes)], show_bytes(held.bytes))
         for number, held in shown
     ]
-    limit = (cap, f"{cap / 2**20:g} MiB") if cap else None
+    limit = (cap, f"{cap / 2**20:g} MiB = {show_bytes(cap)}") if cap else None
     return stacked_bars([""], bars, limit, title=f"{title}\n{words}", height=22)
