@@ -30,7 +30,7 @@ def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.Captu
     assert main([*words.split(), "--tokens", "1e9", "--toml", str(out), "--out", str(page), "--explain"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^recommended .*pp 4 \(interleaved-1f1b.*tokens per second", said, re.M)
-    said_so = r"^80 % intervals of the recommended: step .* to .* s, memory .* GB to .* GB"
+    said_so = r"^80 % intervals of the recommended: step .* to .* s, memory .* GB to .* GB of 85.1 GB"
     assert re.search(said_so, said, re.M)
     assert re.search(r"^seconds of a step +recommended.*^bubble +\d.* waiting for other", said, re.M | re.S)
     before = out.read_bytes()
