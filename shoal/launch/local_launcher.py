@@ -131,6 +131,7 @@ class RankProcesses:
         self.lost: Failure | None = None  # rank killed by the watchdog
         self.asked_to_regroup = False
         self._seen: dict[int, float] = {}  # when the end of a rank was noticed
+        self._outlived: set[int] = set()  # ranks that a signal killed, without which the others continue
         self._left_since = float("inf")  # since when a rank has left its groups
         self._passed = 0  # stop requests already forwarded to the ranks
         self._looked, self._waited_for = 0.0, False
@@ -270,10 +271,10 @@ class RankProcesses:
         return PREEMPTED if stopped and not (self.stop.count and not self.stop.preempted) else 0
 
     def _bad(self) -> set[int]:
-        """Return the ranks that ended abnormally."""
+        """Return the ranks that ended abnormally, but those that the others continue without."""
         return {rank for rank, process in enumerate(self.processes) if process.returncode is not None and (
             process.returncode not in (0, PREEMPTED) or self._early(rank)
-        )}
+        )} - self._outlived
 
     def _early(self, rank: int) -> bool:
         """Return whether a rank exited normally before it was done; False without a heartbeat record."""
@@ -287,8 +288,9 @@ class RankProcesses:
         self._left_since = min(self._left_since, now) if left else float("inf")
         if now > self._left_since + GRACE_SECONDS:  # connections were lost, though no rank has ended
             return True
-        survived = self.survivable and not self.stop.count
-        return any(not (survived and rank and self.processes[rank].wait() < 0) for rank in self._bad())
+        if self.survivable and not self.stop.count:
+            self._outlived |= {rank for rank in self._bad() - {0} if self.processes[rank].wait() < 0}
+        return bool(self._bad())
 
     def _ended(self) -> set[int]:
         ended = {rank for rank, process in enumerate(self.processes) if process.poll() is not None}

@@ -51,6 +51,7 @@ from shoal.testing.chaos.outcome import (
     step_of_failure,
     steps_done,
 )
+from shoal.training.async_dp.engines import survives_rank_loss
 from shoal.training.records.metrics import read_metrics
 from shoal.training.resilience.events import read_events
 from shoal.training.resilience.host_memory_dir import run_dir
@@ -353,7 +354,8 @@ def create_supervisor(
     if not resume:
         new_run(config, folder)
     module = "shoal.testing.chaos.fault_injection" if faulty else "shoal.launch.worker"
-    return Supervisor(config, folder, "cpu", survivable=False, resume=resume, module=module, server=server)
+    survivable = survives_rank_loss(config)
+    return Supervisor(config, folder, "cpu", survivable=survivable, resume=resume, module=module, server=server)
 
 
 @contextmanager

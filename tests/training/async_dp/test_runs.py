@@ -31,7 +31,18 @@ from shoal.training.async_dp.methods.server import Server
 from shoal.training.async_dp.trainers import AsyncTrainer, trainer_class
 from shoal.training.check import check
 from shoal.training.run_folder import new_run
-from tests.trainings.runs import checkpoints, copy_until, curve, records, same_bits, shoal, small_config
+from tests.trainings.runs import (
+    checkpoints,
+    copy_until,
+    curve,
+    logged,
+    records,
+    same_bits,
+    shoal,
+    small_config,
+    start,
+    wait_for,
+)
 
 STEPS = 12
 
@@ -195,6 +206,19 @@ def test_it_goes_on_without_a_rank_that_dies(sync, more, corpus, tmp_path):
         code, said = shoal("train", "--resume", folder, "--train.steps", "18", "--testing.min_step_seconds", "0")
         assert code == 0 and "resumed after step 12" in said, said
         assert records(folder)[-1].step == 18
+
+
+def test_a_stop_after_a_death_is_saved(corpus, tmp_path):
+    file, folder = tmp_path / "run.toml", tmp_path / "run"
+    never = {"train": {"global_batch": 3, "steps": 4000, "validate_every": 0}, "checkpoint": {"every": 0}}
+    save_config(config_of(corpus, "hogwild", parallel={"dp": 3}, metrics={"log_every": 1}, **never), file)
+    run = start("train", file, "--testing.kill", "1@1", "--testing.min_step_seconds", "0.05", "--run-folder", folder)
+    wait_for(lambda: run.poll() is not None or logged(folder) >= 20)  # the parent has seen the death
+    os.kill(run.pid, signal.SIGINT)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, said
+    assert "rank 1 was killed by SIGKILL; the others continued without it" in said
+    assert max(checkpoints(folder)) == logged(folder) >= 20
 
 
 def dies_among_others(values: dict[str, Any], folder: Path) -> None:
