@@ -78,6 +78,7 @@ class Place:
         shutil.copytree(self.mine / "run", self.theirs / "run")
         (self.mine / "link.html").symlink_to(self.theirs / "run" / "run.toml")
         self.before = self.look()
+        self.names = {*os.listdir(self.mine)}
 
     def make_run(self, run: Path, config: RunConfig) -> None:
         """Write the folder of a run of 2 steps, as on two pipeline ranks, without training."""
@@ -141,8 +142,10 @@ class Place:
         finally:
             os.chdir(former)
             forget()
-            for new in self.mine.glob(f"{NEW}*"):
-                shutil.rmtree(new) if new.is_dir() else new.unlink()
+            named = {str(word).rpartition("=")[2].partition("/")[0] for word in words}  # "1.5" names a file too
+            for new in [*self.mine.iterdir()]:
+                if new.name.startswith(NEW) or new.name in named - self.names:
+                    shutil.rmtree(new) if new.is_dir() else new.unlink()
         assert code in (0, 1, 2), code
         assert not (unsafe := UNSAFE.search(said.getvalue())), (unsafe, said.getvalue())
         now = self.look()
