@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 
+import tomli_w
+
 from shoal.base.addresses import AnyPath, to_path
 from shoal.base.errors import UsageError
-from shoal.base.files import expanded
+from shoal.base.files import expanded, write_atomically
 from shoal.base.section import plain
 from shoal.base.terminal import quote
 from shoal.engine.checkpoint import CheckpointError, newest, verify
@@ -29,7 +31,7 @@ from shoal.engine.data.chat import TEMPLATE_FILES
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.own.definition import PICKLED
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config, suggest_run
+from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, suggest_run
 from shoal.training.records.metrics import read_metrics
 from shoal.training.resilience.events import read_events
 from shoal.training.resilience.host_memory_dir import run_dir
@@ -60,7 +62,7 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
         if config.model.module.endswith(PICKLED):
             shutil.copyfile(config.model.module, folder / f"model{PICKLED}")
             config = config.replace(model={"module": str(folder / f"model{PICKLED}")})
-        save_config(with_absolute_paths(config), folder / RUN_FILE, new=True)
+        write_atomically(folder / RUN_FILE, tomli_w.dumps(plain(with_absolute_paths(config))), new=True)
         if config.data.tokenizer != "bytes":
             own = expanded(config.data.tokenizer, "data.tokenizer")
             shutil.copyfile(own, folder / TOKENIZER_FILE)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.base.errors import UsageError
+from shoal.base.files import write_atomically
 from shoal.cli.arguments import parse_run
 from shoal.cli.run.train import TrainOptions
 from shoal.engine.data.prepare import train_tokenizer
@@ -51,13 +52,12 @@ def test_of_two_starts_into_one_folder_the_second_is_refused(tmp_path, monkeypat
     folder = tmp_path / "run"
     first = build_config({"train": {"seed": 1}})
 
-    def save(config, path, **options):
-        if config != first:
-            new_run(first, folder)
-        return original(config, path, **options)
+    def write(path, content, **options):
+        monkeypatch.undo()
+        new_run(first, folder)
+        write_atomically(path, content, **options)
 
-    original = run_folder.save_config
-    monkeypatch.setattr(run_folder, "save_config", save)
+    monkeypatch.setattr(run_folder, "write_atomically", write)
     with pytest.raises(UsageError, match=r"exists already[^\n]*\n  Continue that run with --resume"):
         new_run(RunConfig(), folder)
     assert load_config(folder / RUN_FILE) == first

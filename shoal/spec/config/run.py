@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import tomli_w
 
-from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.files import read_toml, write_atomically
+from shoal.base.errors import UsageError, did_you_mean, from_os_error
+from shoal.base.files import check_writable, read_toml, write_atomically
 from shoal.base.section import Section, plain, truncate, validate
 from shoal.base.terminal import quote
 from shoal.spec.config import sections
@@ -108,11 +108,12 @@ class RunConfig(Section):
         return validate(type(old), old.model_dump() | dict(given), source="RunConfig.replace", prefix=name)
 
 
-def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:
+def load_config(path: str | Path, **sections: Section | Mapping[str, Any]) -> RunConfig:
     """Read a run's TOML file.
 
     Args:
-        sections: fields that replace the file's, by section, as options of the command line do: ``train={"steps": 3}``.
+        sections: fields that replace the file's, by section, as options of the command line do: ``train={"steps": 3}``;
+            or whole sections that do: ``parallel=Layout(dp=2)``.
 
     Raises:
         UsageError: no such file, a run folder, not TOML, an unknown key (the nearest existing key is suggested), or a
@@ -132,7 +133,9 @@ def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:
             f"{path} is a Python file, not the TOML file of a run.\n  A run's file names a module of your own: "
             f"module = \"{path}\" under [model]."
         )
-    return build_config(read_toml(path), sections, source=str(path))
+    whole = {name: given for name, given in sections.items() if isinstance(given, Section)}
+    fields = {name: dict(given) for name, given in sections.items() if name not in whole}
+    return build_config(read_toml(path), fields, source=str(path)).replace(**whole)
 
 
 def suggest_run(path: str | Path) -> str:
@@ -177,7 +180,10 @@ def save_config(config: RunConfig, path: str | Path, *, new: bool = False) -> No
     """Write a config as TOML that `load_config` reads back unchanged.
 
     Args:
-        new: raise FileExistsError if the file exists.
+        new: refuse to overwrite a file.
+
+    Raises:
+        UsageError: the file cannot be written, is a folder, or (``new``) exists.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -187,12 +193,11 @@ def save_config(config: RunConfig, path: str | Path, *, new: bool = False) -> No
     ...     load_config(Path(folder) / "run.toml") == config
     True
     """
-    content = tomli_w.dumps(plain(config))
-    if not new:
-        return write_atomically(Path(path), content)
-    with open(path, "x") as file:
-        file.write(content)
-    return None
+    try:
+        check_writable(Path(path), "save_config", new=new)
+        write_atomically(Path(path), tomli_w.dumps(plain(config)), new=new)
+    except OSError as error:
+        raise from_os_error(error) from None
 
 
 def rename_keys(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

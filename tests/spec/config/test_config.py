@@ -17,7 +17,7 @@ from shoal.spec.catalog import model_shape
 from shoal.spec.config import DataConfig, RunConfig, build_config, load_config, save_config
 from shoal.spec.config.model import ModelConfig
 from shoal.spec.config.run import RENAMED_KEYS, print_rename, rename_option
-from shoal.spec.layout import ScheduleName
+from shoal.spec.layout import Layout, ScheduleName
 
 WORDS = st.text("abcxyz ./~*-_'\"\\\n0é", max_size=8)
 
@@ -93,6 +93,20 @@ def test_fields_given_in_python_replace_the_files(tmp_path):
         load_config(file, train={"stepz": 5})
     with pytest.raises(UsageError, match=r"trian.*did you mean 'train'"):
         load_config(file, trian={"steps": 5})
+    assert load_config(file, parallel=Layout(tp=2)) == load_config(file).replace(parallel=Layout(tp=2))
+    with pytest.raises(UsageError, match=r"train = Layout\(tp=2\): it is a section\.\n  Give a TrainConfig"):
+        load_config(file, train=Layout(tp=2))
+
+
+def test_a_config_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for file, says in ((tmp_path / "folder", "it is a folder"), (tmp_path / "none" / "a.toml", "there is no folder"),
+                       (tmp_path / f"{'a' * 300}.toml", "file name too long")):
+        with pytest.raises(UsageError, match=says):
+            save_config(RunConfig(), file)
+    save_config(RunConfig(), tmp_path / "a.toml", new=True)
+    with pytest.raises(UsageError, match="the file exists, and is not overwritten"):
+        save_config(RunConfig(), tmp_path / "a.toml", new=True)
 
 
 
