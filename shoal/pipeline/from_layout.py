@@ -85,7 +85,7 @@ def build_forwards(program: Program, microbatches: int) -> Program:
     2021, figure 4). This is the largest group for which a rank never waits for itself.
     """
     ranks = program.ranks
-    program = Program((), program.stage_rank, microbatches, model_copies=program.model_copies)
+    program = Program(((),) * ranks, program.stage_rank, microbatches, model_copies=program.model_copies)
     orders = []
     for rank in range(ranks):
         forwards = [Action(Op.FORWARD, s, m) for s in program.rank_stages(rank) for m in program.stage_microbatches(s)]

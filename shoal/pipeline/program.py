@@ -108,6 +108,11 @@ class Program:
     layers: tuple[int, ...] = ()
     paired: bool = False
 
+    def __post_init__(self) -> None:
+        if not (self.actions and self.stage_rank):
+            raise ProgramError("Program: there are no actions, or no stages.\n  Give `actions` for at least one rank, "
+                               "and `stage_rank`, the rank of each stage.")
+
     @property
     def stages(self) -> int:
         """Number of stages, over all copies."""
@@ -210,7 +215,7 @@ def build_program(
     stage_rank = schedule.placement(ranks, virtual)
     orders = [_cut(order, sequence_slices) for order in schedule.orders(ranks, microbatches, virtual)]
     program = Program(
-        (), stage_rank, microbatches, gathers=zero in (1, 2), model_copies=schedule.model_copies,
+        ((),) * ranks, stage_rank, microbatches, gathers=zero in (1, 2), model_copies=schedule.model_copies,
         sequence_slices=sequence_slices, updates=max(1, sum(a.op is Op.STEP for a in orders[0])),
         paired=paired,
     )

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from shoal.base.section import validate
 from shoal.pipeline.schedules import EVERY
-from shoal.pipeline.simulator.compare import PlayedSchedule, check_arguments, check_size, schedule_names
-from shoal.pipeline.simulator.engine import Disturbance, simulate
+from shoal.pipeline.simulator.compare import PlayedSchedule, check_arguments, schedule_names
+from shoal.pipeline.simulator.engine import Disturbance, check_size, simulate
 from shoal.planning.describe import describe_run
 from shoal.planning.estimable import check_estimable, check_names
 from shoal.planning.estimate import Estimate

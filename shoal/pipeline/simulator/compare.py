@@ -18,7 +18,7 @@ from shoal.pipeline.schedules import EVERY
 from shoal.pipeline.schedules.auto import zb_auto
 from shoal.pipeline.schedules.file import load_csv
 from shoal.pipeline.schedules.placement import looped
-from shoal.pipeline.simulator.engine import Disturbance, simulate
+from shoal.pipeline.simulator.engine import Disturbance, check_size, simulate
 from shoal.pipeline.simulator.theory import EqualStages
 from shoal.pipeline.simulator.timeline import Timeline
 from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
@@ -31,7 +31,6 @@ ALIASES = {
     "zero-bubble": "zb-h1",
     "breadth-first": "looped-bfs",
 }
-MOST_PASSES = 1 << 22  # of a simulated step, which takes a minute
 SLICES = 4
 """Default number of slices per sequence for schedules that slice."""
 
@@ -183,20 +182,6 @@ def check_arguments(
     ):
         if given is not None and not set(users) & set(names):
             raise UsageError(f"--{option} {given}: only for {', '.join(users)}, not {', '.join(names) or file}")
-
-
-def check_size(pp: int, microbatches: int, dp: int, disturbance: Disturbance, cells: int = 1) -> None:
-    """Reject a step that is too large to simulate in minutes.
-
-    Args:
-        cells: forward passes of a rank for each micro-batch.
-    """
-    replicas = dp if disturbance.jitter else 1 + len(disturbance.stragglers) + len(disturbance.slow_links)
-    if pp * max(pp, microbatches * cells) * min(dp, replicas) > MOST_PASSES:  # links are a table of pp x pp
-        raise UsageError(
-            f"--pp {pp} --microbatches {microbatches} --dp {dp}: a step with more than {MOST_PASSES:,} forward passes "
-            "or links is not simulated.\n  Lower one of them."
-        )
 
 
 def _plain(name: str) -> str:

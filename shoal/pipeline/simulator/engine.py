@@ -16,6 +16,8 @@ from shoal.pipeline.simulator.player import Player
 from shoal.pipeline.simulator.timeline import Messages, Timeline
 from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 
+MOST_PASSES = 1 << 22  # of a simulated step, which takes a minute
+
 
 @dataclass(frozen=True)
 class Disturbance:
@@ -68,8 +70,8 @@ def simulate(
         tied: see `Player`.
 
     Raises:
-        UsageError: the times do not match the program, the disturbance does not match the ranks, or the program is
-            invalid (`ProgramError`).
+        UsageError: the times do not match the program, the disturbance does not match the ranks, the step is too large,
+            or the program is invalid (`ProgramError`).
 
     >>> from shoal.pipeline.program import build_program
     >>> from shoal.pipeline.schedules import SCHEDULES
@@ -82,6 +84,10 @@ def simulate(
     paired = isinstance(times, ActionTimes) and times.pair is not None
     player = Player(program, blocking=links.blocking, paired=paired, tied=tied)
     columns, (producer, consumer) = player.columns, player.messages
+    if disturbance.jitter:  # without, equal replicas take no time
+        described = columns.program
+        cells = described.stages * described.sequence_slices // columns.ranks
+        check_size(columns.ranks, described.microbatches, dp, disturbance, cells)
     replicas, slower = _group_replicas(disturbance, columns.ranks, dp, tp)
     rows, kinds, rank = columns.rows, len(replicas), columns.rank
     if isinstance(times, np.ndarray) and times.shape != (rows,):
@@ -102,6 +108,20 @@ def simulate(
     begin[:, pairs], ends[:, pairs] = begin[:, pairs + 1], ends[:, pairs + 1]
     messages = Messages(source, target, producer, consumer, start[:, rows:], arrival[:, rows:])
     return Timeline(columns, replicas, begin, ends, pairs, messages)
+
+
+def check_size(pp: int, microbatches: int, dp: int, disturbance: Disturbance, cells: int = 1) -> None:
+    """Reject a step that is too large to simulate in minutes.
+
+    Args:
+        cells: forward passes of a rank for each micro-batch.
+    """
+    replicas = dp if disturbance.jitter else 1 + len(disturbance.stragglers) + len(disturbance.slow_links)
+    if pp * max(pp, microbatches * cells) * min(dp, replicas) > MOST_PASSES:  # links are a table of pp x pp
+        raise UsageError(
+            f"--pp {pp} --microbatches {microbatches} --dp {dp}: a step with more than {MOST_PASSES:,} forward passes "
+            "or links is not simulated.\n  Lower one of them."
+        )
 
 
 def _noise(disturbance: Disturbance, shape: tuple[int, ...]) -> np.ndarray:
@@ -144,7 +164,10 @@ def _group_replicas(disturbance: Disturbance, pp: int, dp: int = 1, tp: int = 1)
             )
         note(x // tp, i, j, factor)
         note(x // tp, j, i, factor)
-    same = Counter((r if disturbance.jitter else -1, tuple(sorted(slow.get(r, {}).items()))) for r in range(dp))
+    differ = range(dp) if disturbance.jitter else sorted(slow)
+    same = Counter((r if disturbance.jitter else -1, tuple(sorted(slow.get(r, {}).items()))) for r in differ)
+    if alike := dp - len(differ):
+        same[-1, ()] = alike
     kinds = sorted(same, key=lambda kind: not disturbance.jitter and bool(kind[1]))
     factors = np.ones((len(kinds), pp, pp))
     for i, (_, own) in enumerate(kinds):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
+from shoal.pipeline.checker import check_program
 from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, Program, build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, Disturbance, MessageTimes, Timeline, simulate
@@ -152,6 +153,8 @@ def test_replicas_that_do_not_differ_are_played_once() -> None:
     assert many.replicas.tolist() == [64] and many.step_time == alone.step_time and many.bubble == alone.bubble
     slow = simulate(program, dp=64, tp=16, disturbance=Disturbance({5: 1.5, 17: 1.5, 32: 2.0}))
     assert slow.replicas.tolist() == [61, 2, 1]  # 5 and 17 are of the same stage in two replicas
+    slow = simulate(program, dp=10**12, disturbance=Disturbance({5: 1.5}))
+    assert slow.replicas.tolist() == [10**12 - 1, 1]
 
 
 @settings(deadline=None, max_examples=30)
@@ -213,6 +216,14 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
         ActionTimes(forward=-1.0)
     with pytest.raises(UsageError, match="2 is twice as slow"):
         Disturbance({0: 0.0})
+    with pytest.raises(UsageError, match=r"--dp 1000000000: a step with more than .* is not simulated"):
+        simulate(program, dp=10**9, disturbance=Disturbance(jitter=0.1))
+
+
+@pytest.mark.parametrize(("actions", "stages"), [((), ()), ((), (0,)), (((),), ())])
+def test_a_program_of_nothing_is_refused(actions: tuple, stages: tuple) -> None:
+    with pytest.raises(UsageError, match=r"no actions, or no stages\.\n  Give `actions` for at least one rank"):
+        check_program(Program(actions, stages, 1))
 
 
 def test_the_timeline_holds_what_the_program_says() -> None:
