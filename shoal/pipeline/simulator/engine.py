@@ -166,8 +166,8 @@ def _group_replicas(disturbance: Disturbance, pp: int, dp: int = 1, tp: int = 1)
         note(x // tp, j, i, factor)
     differ = range(dp) if disturbance.jitter else sorted(slow)
     same = Counter((r if disturbance.jitter else -1, tuple(sorted(slow.get(r, {}).items()))) for r in differ)
-    if alike := dp - len(differ):
-        same[-1, ()] = alike
+    if undisturbed := dp - len(differ):
+        same[-1, ()] = undisturbed
     kinds = sorted(same, key=lambda kind: not disturbance.jitter and bool(kind[1]))
     factors = np.ones((len(kinds), pp, pp))
     for i, (_, own) in enumerate(kinds):

@@ -113,7 +113,7 @@ def load_config(path: str | Path, **sections: Section | Mapping[str, Any]) -> Ru
 
     Args:
         sections: fields that replace the file's, by section, as options of the command line do: ``train={"steps": 3}``;
-            or whole sections that do: ``parallel=Layout(dp=2)``.
+            or sections, all of whose fields do: ``parallel=Layout(dp=2)``.
 
     Raises:
         UsageError: no such file, a run folder, not TOML, an unknown key (the nearest existing key is suggested), or a
@@ -133,9 +133,9 @@ def load_config(path: str | Path, **sections: Section | Mapping[str, Any]) -> Ru
             f"{path} is a Python file, not the TOML file of a run.\n  A run's file names a module of your own: "
             f"module = \"{path}\" under [model]."
         )
-    whole = {name: given for name, given in sections.items() if isinstance(given, Section)}
-    fields = {name: dict(given) for name, given in sections.items() if name not in whole}
-    return build_config(read_toml(path), fields, source=str(path)).replace(**whole)
+    complete = {name: given for name, given in sections.items() if isinstance(given, Section)}
+    fields = {name: dict(given) for name, given in sections.items() if name not in complete}
+    return build_config(read_toml(path), fields, source=str(path)).replace(**complete)
 
 
 def suggest_run(path: str | Path) -> str:
