@@ -88,6 +88,8 @@ def test_a_run_is_started_killed_recovered_and_verified_from_the_page(panel, for
     assert seen["steps"][-1][1] < seen["steps"][0][1]  # it learns
     page.get_by_role("button", name="Stop").click()
     assert look(lambda seen: seen["status"] != "running")["status"] == "finished"
+    page.wait_for_selector("b:text-is('stopped')")  # by the button, before its last step
+    assert "tokens/s" in (shown := page.locator(".panel").inner_text()) and "[" not in shown.partition("details")[2]
     page.get_by_role("button", name="Verify").click()
     page.wait_for_selector(".result.good")
     found = call_panel("training-look", {})["verification"]

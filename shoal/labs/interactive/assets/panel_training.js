@@ -86,16 +86,17 @@ export async function mount(element, state, api, onState) {
 
   function draw() {
     const steps = seen.steps ?? [], last = steps.at(-1);
+    const stopped = seen.status === "finished" && last?.[0] < seen.request.steps;
     tiles.replaceChildren(
-      tile("Run", STATUS[seen.status], seen.layout ?? "start one"),
+      tile("Run", stopped ? "stopped" : STATUS[seen.status], seen.layout ?? "start one"),
       tile("Step", last ? `${last[0]} of ${seen.request.steps}` : "–"), tile("Loss", last ? number(last[1], 4) : "–", "nats per token"),
-      tile("Speed", last ? `${show.short(last[2])}/s` : "–", "tokens"));
+      tile("Speed", last ? `${show.short(last[2])} tokens/s` : "–"));
     redraw(where, ...(seen.folder ? [h("p", { class: "note" }, "The run's folder, and its command:"), copyable(`${seen.folder}\n${seen.command}`, "folder and command")] : []),
       ...(seen.status === "failed" ? [h("pre", {}, seen.output)] : []));
     redraw(processes, ...(seen.ranks ?? []).map((pid, rank) => button(`Kill rank ${rank} (process ${pid})`, () => call("training-kill", { rank }), { disabled: api.saved })));
     if (!processes.children.length) processes.append(h("p", { class: "note" }, seen.status === "running" ? "The ranks are starting." : "No rank is running."));
     events.replaceChildren(...(seen.events?.length ? [table(["after", "event", "details"], seen.events.map(({ time, event, ...rest }) => [
-      show.seconds(Math.max(0, time)), event, Object.entries(rest).map(([name, value]) => `${name} ${typeof value === "string" ? value.split("\n")[0] : JSON.stringify(value)}`).join(", ").slice(0, 160),
+      show.seconds(Math.max(0, time)), event, Object.entries(rest).filter(([, value]) => typeof value !== "object").map(([name, value]) => `${name} ${String(value).split("\n")[0]}`).join(", "),
     ]), { words: [1, 2] })] : []));
     losses.draw();
     drawVerdict();
