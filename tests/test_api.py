@@ -88,6 +88,12 @@ def test_results_and_configs_are_shown_in_short() -> None:
     assert re.fullmatch(
         r"<Estimate: dp 8 \(ZeRO-3\) on 8xH100: [\d.]+ s a step, [\d.]+ % MFU, [\d.]+ GB of [\d.]+ GB>", repr(estimate)
     )
+    program = shoal.build_program(shoal.SCHEDULES["1f1b"], ranks=4, microbatches=8)
+    assert repr(program) == "<Program: 4 ranks, 4 stages, 8 micro-batches, 168 actions>"
+    assert repr(shoal.simulate(program)) == "<Timeline: 33 a step, bubble 27.3 %, 4 ranks>"
+    counted = shoal.dry_run(shoal.Layout(), model="tiny", cluster="h100-sxm", steps=1)
+    assert re.fullmatch(r"<DryRun: rank 0 of 1: [\d.]+ GFLOP a step, peak of memory [\d.]+ MB>", repr(counted))
+    assert repr(shoal.cluster("2x8xH100")).startswith("<Cluster 2x8xH100: 16 x h100-sxm, nvlink-4 inside each node")
     plan = shoal.LayoutPlanner("llama-3.2-1b", "8xH100", fixed="pp=1,tp=1").plan()
     assert repr(plan).splitlines()[0] == "<Plan on 8xH100:" and plan.found.layout.describe() in repr(plan)
     assert repr(shoal.LayoutPlanner("llama-3.1-405b", "h100-sxm").plan()) == "<Plan on h100-sxm: nothing fits>"

@@ -113,6 +113,11 @@ class Program:
             raise ProgramError("Program: there are no actions, or no stages.\n  Give `actions` for at least one rank, "
                                "and `stage_rank`, the rank of each stage.")
 
+    def __repr__(self) -> str:
+        actions = sum(map(len, self.actions))
+        return (f"<Program: {self.ranks:,} ranks, {self.stages:,} stages, {self.microbatches:,} micro-batches, "
+                f"{actions:,} actions>")
+
     @property
     def stages(self) -> int:
         """Number of stages, over all copies."""

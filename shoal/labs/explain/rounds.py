@@ -182,7 +182,8 @@ def draw_traffic(axes: Axes, description: Description, size: float) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
     hide_frame(axes)
     if description.ranks <= MOST_CELLS:
+        shades = drawn.to_rgba(sent)
         for (source, target), blocks in np.ndenumerate(sent):
             words = show_bytes(blocks * float(description.share) * size)
             axes.text(target, source, words if blocks else "", ha="center", va="center", size=6,
-                      color=ink(to_hex(drawn.to_rgba(blocks))))
+                      color=ink(to_hex(shades[source, target].tolist())))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from pydantic import PositiveInt
 
-from shoal.base.units import show_bytes
+from shoal.base.units import show_bytes, show_metric
 from shoal.engine.collectives.mesh import DryMesh, Mesh
 from shoal.engine.precision.policy import POLICIES
 from shoal.pipeline.from_layout import build_layout_program, choose_slices
@@ -42,6 +42,11 @@ class DryRun:
     measured: Counted | None
     flops: int
     sent: Sent | None
+
+    def __repr__(self) -> str:
+        step, world = self.counted.steps[-1], self.estimate.run.layout.world_size
+        flops, peak = show_metric(sum(step.flops.values()), "FLOP"), show_bytes(step.peak)
+        return f"<DryRun: {self.counted.where} of {world:,}: {flops} a step, peak of memory {peak}>"
 
     def lines(self) -> Iterator[str]:
         """Yield the counts of the last step, with those by formula."""

@@ -57,6 +57,9 @@ class Timeline:
     pairs: np.ndarray
     messages: Messages
 
+    def __repr__(self) -> str:
+        return f"<Timeline: {self.step_time:.4g} a step, bubble {100 * self.bubble:.1f} %, {self.ranks:,} ranks>"
+
     @property
     def ranks(self) -> int:
         return self.columns.ranks

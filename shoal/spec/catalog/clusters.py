@@ -113,6 +113,9 @@ class Cluster:
     missing: int = 0
     constants: Mapping[str, float] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<Cluster {self.name}: {self.describe()}>"
+
     @property
     def turns(self) -> float:
         """Number of accelerators that share one compute resource: 1 if each has its own."""
