@@ -6,6 +6,7 @@ A page as a file, in a terminal or in a repository's viewer, shows the command a
 import re
 from html import escape
 from pathlib import Path
+from shutil import copy
 from typing import Any
 from urllib.parse import quote
 
@@ -13,6 +14,8 @@ from shoal.labs.interactive.page import record_answers, saved_html
 
 COMMAND = re.compile(r'`(shoal lab --panel "?([^"`]+?)"?)`')
 SAVED = "panels.html"
+WORKER = Path(__file__).parent / "frame_worker.js"
+HOSTED = "https://unpkg.com/iframe-worker/shim"
 FORMULA = re.compile(r"^```text\n(.*?)^```$", re.M | re.S)
 RAISED = re.compile(r"\^(?:\(((?:[^()]|\([^()]*\))*)\)|([\w.]+))|(?<=\b[A-Za-z])_([A-Za-z]+)\b")
 
@@ -45,6 +48,17 @@ def typeset(formula: str) -> str:
     return RAISED.sub(raise_or_lower, escape(formula, quote=False))
 
 
+def on_post_page(output: str, *, page: Any, **_: object) -> str:
+    """Take the search's worker from the site itself (`frame_worker.js`), where the theme names another host."""
+    return output.replace(HOSTED, "../" * page.file.src_uri.count("/") + WORKER.name)
+
+
+def on_post_template(output: str, **_: object) -> str:
+    """Do the same in the page of a broken link."""
+    return output.replace(HOSTED, WORKER.name)
+
+
 def on_post_build(*, config: Any, **_: object) -> None:
-    """Write the saved page."""
+    """Write the saved page, and the search's worker."""
+    copy(WORKER, config["site_dir"])
     (Path(config["site_dir"]) / SAVED).write_text(saved_html(record_answers()), encoding="utf-8")
