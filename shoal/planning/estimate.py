@@ -273,6 +273,6 @@ class Estimate(StagePrices, StepEstimate):
 ROUNDING = 1e-9  # relative to a step: shorter parts are errors of rounding
 NAMES = (
     "matrix products", "attention", "element by element", "recomputation", "tensor parallelism",
-    "context parallelism", "expert parallelism", "gathers and reductions", "optimizer", "launches",
+    "context parallelism", "expert parallelism", "gathers and reductions", "optimizer", "allocator", "launches",
     "messages between stages", "bubble",
 )  # fmt: skip

@@ -22,11 +22,11 @@ from shoal.spec.layout import Layout
 TIE = 0.05
 """Relative difference of two step times that estimates cannot rank: the error of the ratio of two published times of
 one model on one cluster, in the median of a family's pairs and of families (`shoal validate` prints it: 5.4 %)."""
-ACROSS = 0.16
-"""The same for layouts with tensor parallelism across nodes against others, for 80 % of the pairs (15.6 %): mostly the
+ACROSS = 0.14
+"""The same for layouts with tensor parallelism across nodes against others, for 80 % of the pairs (14.5 %): mostly the
 estimate across nodes is too short, and in none of these families was such a layout measured to be fastest."""
 SLOWEST = 1.2
-"""Layouts that take longer than this, relative to the fastest, are not listed."""
+"""Layouts that take longer than this, relative to the fastest, are not listed; longer than (1 + ACROSS) (1 + TIE)."""
 MOST_COMPLEX = 26
 ACROSS_NODES = 13  # complexity that makes a mesh more complex than any with tensor parallelism inside nodes
 SCHEDULES = {"1f1b": 0, "gpipe": 0, "interleaved-1f1b": 1, "looped-bfs": 1, "zb-h1": 2}
@@ -130,6 +130,6 @@ class Shelf:
     def _simplest_tie(self, ranked: Sequence[PricedLayout], safe: Sequence[PricedLayout]) -> PricedLayout:
         """Return the first of the layouts that tie with the fastest: of those with a margin, if there is one."""
         longest = [found.seconds * (1 + ACROSS * (self.level(found.layout) >= ACROSS_NODES)) for found in ranked]
-        limit = min((1 + TIE) * min(longest), SLOWEST * min(found.seconds for found in ranked))
+        limit = (1 + TIE) * min(longest)
         ties = [found for found, seconds in zip(ranked, longest, strict=True) if seconds <= limit]
         return next((found for found in ties if found in safe), ties[0])

@@ -37,6 +37,7 @@ ABOUT = {
     "expert parallelism": "tokens that travel to their experts and back",
     "gathers and reductions": "parameters gathered and gradients reduced over replicas, as far as exposed",
     "optimizer": "the update: reads and writes of states",
+    "allocator": "memory that torch's allocator returns to the device and asks for again, where all of it is reserved",
     "launches": "kernels that the host launches too late",
     "messages between stages": "activations and gradients sent from stage to stage, as far as waited for",
     "bubble": "waiting for other pipeline stages",

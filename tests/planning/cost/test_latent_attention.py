@@ -10,8 +10,8 @@ from shoal.base.section import plain
 from shoal.launch.worker_pool import Pool
 from shoal.planning.cost.batched_runs import Runs, describe_row
 from shoal.planning.cost.micro_batch import EightBits, MicroBatch
+from shoal.planning.cost.shares import layer_weights, weights_on_rank
 from shoal.planning.cost.time.kernels import Kernels
-from shoal.planning.cost.time.step import layer_weights, weights_on_rank
 from shoal.planning.run import EstimatedRun
 from shoal.planning.software_estimate import SoftwareEstimate
 from shoal.spec.catalog import model_shape

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from shoal.planning.cost.batched_runs import Runs
-from shoal.planning.cost.memory.published_software import footprint
-from shoal.planning.cost.time.step import split_layers, step, weights_on_rank
+from shoal.planning.cost.memory.published_software import FULL, footprint
+from shoal.planning.cost.shares import split_layers, weights_on_rank
+from shoal.planning.cost.time.step import step
 from shoal.spec.catalog.calibration import Calibration, calibration
 from tests.planning.cost.test_step import LLAMA
 
@@ -110,6 +111,18 @@ def test_a_loss_that_writes_over_the_logits_needs_two_bytes_for_each() -> None:
     assert allocated(fused_loss=1) - allocated(fused_loss=1, vocab=64128) == pytest.approx(
         allocated() - allocated(vocab=64128) - (calibration()["logit_bytes"][0] - 2) * logits / 2
     )
+
+
+def test_a_full_allocator_returns_blocks_in_each_micro_batch() -> None:
+    """Where collectives read tensors on a stream of their own; a little more memory, and it need not."""
+    row = SPLIT | {"pp": 2, "microbatches": 16, "reduced_apart": 2}
+    found = footprint(Runs.from_rows([row | ROOM]), calibration())
+    held = max(float(rank.filled[0] + rank.unread[0]) for rank in found.ranks)
+    limit = (held / FULL + float(found.beside[0])) * ROOM["memory"] / float(found.capacity[0])
+    some = [row | {"memory": limit * part} for part in (0.99, 1.01)]
+    full, enough, other = step(Runs.from_rows([*some, some[0] | {"reduced_apart": 0}]), calibration()).allocator
+    assert full == pytest.approx(16 * calibration().numbers["return_blocks"])
+    assert enough == other == 0
 
 
 def test_holes_between_split_tensors_take_memory_only_where_tensors_are_split() -> None:

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
+from shoal.planning.cost.shares import shard_parameters, split_layers, weights_on_rank
 from shoal.planning.cost.time.kernels import Kernels
-from shoal.planning.cost.time.step import explain_step, shard_parameters, split_layers, step, weights_on_rank
+from shoal.planning.cost.time.step import explain_step, step
 from shoal.spec.catalog.calibration import NETWORKS, calibration
 
 LLAMA = {  # 8 B on 8 accelerators with 1 PFLOP/s

@@ -9,7 +9,7 @@ import pytest
 from shoal import LayoutPlanner
 from shoal.cli.main import main
 from shoal.planning.cost.memory.stage import PeakMemory
-from shoal.planning.search.kinds import ACROSS, TIE, Shelf
+from shoal.planning.search.kinds import ACROSS, SLOWEST, TIE, Shelf
 from shoal.planning.search.plan import PricedLayout
 from shoal.spec.layout import Layout
 
@@ -27,6 +27,10 @@ def test_a_plan_does_not_depend_on_the_hash_seed(capsys: pytest.CaptureFixture) 
         for said in (capsys.readouterr().out, found.stdout)
     )
     assert here == there and any("recommended" in line for line in here)
+
+
+def test_what_ties_is_listed() -> None:
+    assert (1 + ACROSS) * (1 + TIE) < SLOWEST
 
 
 @pytest.mark.parametrize("gain", [0.9 * ACROSS, (1 + ACROSS) * (1 + TIE)])

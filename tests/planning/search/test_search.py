@@ -136,19 +136,6 @@ def test_the_search_finds_what_brute_force_finds(problem: tuple[EstimatedRun, La
         assert estimate.fullest.reserved == pytest.approx(one.memory.reserved, rel=1e-9)
 
 
-def test_what_ties_with_tensor_parallelism_across_nodes_is_not_recommended_if_it_is_too_slow_to_list() -> None:
-    """With this memory it is 21 % slower: a search prunes it, or not, by the order in which it finds layouts."""
-    machine = cluster("2x2xV100-ETH10")
-    small = machine.accelerator.model_copy(update={"memory_bytes": 1436660307.0})
-    shape = SMALL.model_copy(update={"layers": 3, "vocab": 50_000, "max_sequence": 512})
-    run = EstimatedRun(shape, Layout(), replace(machine, accelerator=small), 512, 8, "fp32", "adamw")
-    space = LayoutSpace(("interleaved-1f1b", "gpipe"), most_virtual=3, least_tokens=4096)
-    exact, _ = brute_force(run, space)
-    found = [(f.role, f.layout.tp, f.layout.micro_batch) for f in exact]
-    assert found == [("recommended", 4, 4), ("more memory free", 4, 2)]
-    assert [f.layout for f in search(run, space).best] == [f.layout for f in exact]
-
-
 def test_what_passes_between_two_stages_of_one_rank_is_there_once() -> None:
     """They are found where there is just room for them."""
     layout = Layout(

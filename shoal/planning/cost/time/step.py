@@ -16,59 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.planning.cost.batched_runs import E, Runs
+from shoal.planning.cost.memory.published_software import returns_blocks
+from shoal.planning.cost.shares import experts_on_rank, experts_shard, shard_parameters, split_layers, weights_on_rank
 from shoal.planning.cost.time.kernels import Kernels, soft_max
 from shoal.spec.catalog.calibration import Calibration
 
 LAST_BUCKET = 0.05  # share of the gradients that is reduced last, with nothing to hide it
-
-
-def layer_weights(r: Runs) -> np.ndarray:
-    """Return the matrix parameters of a layer that each token uses, over all tensor-parallel ranks."""
-    return r.attention_weights + r.hidden * (r.latents + (2 + r.gated) * r.ffn * r.active)
-
-
-def split_layers(r: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the layers of the first rank, of the second (the maximum), and of the last, which has the head.
-
-    Stages have equal numbers of layers (one less at the ends if uneven), or equal costs.
-    """
-    even = np.mod(r.layers, r.pp) == 0
-    each = np.ceil(r.layers / r.pp)
-    target = np.round((r.layers + r.vocab * r.hidden / layer_weights(r)) / r.pp, 6)
-    most = np.minimum(np.where(r.balanced > 0, _up_to(target, r), each), r.layers)
-    rest = np.maximum(r.layers - _up_to(np.round((r.pp - 1) * target, 6), r), 0)
-    last = np.where(r.balanced > 0, rest, np.where(even, each, each - 1))
-    first = np.where((r.balanced > 0) | even | (r.pp == 2), most, np.maximum(each - 1, 1))
-    first, most, last = (np.where(r.pp == 1, r.layers, layers) for layers in (first, most, last))
-    return first, most, last
-
-
-def _up_to(share: np.ndarray, r: Runs) -> np.ndarray:
-    """Return the layers until their cost reaches a share of the total, or exceeds it with ``ties_first``."""
-    return np.where(r.ties_first > 0, np.floor(share) + 1, np.ceil(share))
-
-
-def weights_on_rank(r: Runs) -> tuple[np.ndarray, np.ndarray]:
-    """Return the parameters on one rank of a layer, and of the extra part of an end stage."""
-    layer = r.attention_weights + r.hidden * (2 + r.gated) * r.ffn * r.alone
-    ends = np.where((r.pp > 1) | (r.tied > 0), 1.0, 2.0)
-    return layer / r.tp + r.hidden * r.latents + experts_on_rank(r), ends * r.vocab * r.hidden / r.tp
-
-
-def experts_on_rank(r: Runs) -> np.ndarray:
-    """Return the parameters of a layer's experts on one rank; the mean over layers."""
-    return r.routed * r.hidden * (2 + r.gated) * r.ffn * r.experts / (r.ep * r.etp)
-
-
-def experts_shard(r: Runs) -> np.ndarray:
-    """Return the ranks over which ZeRO shards an expert: of all its ranks, the ones with the same experts."""
-    return np.maximum(r.shard * r.tp / (r.ep * r.etp), 1)
-
-
-def shard_parameters(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.ndarray:
-    """Return the parameters of a rank's shard of some layers and ends; experts have fewer replicas."""
-    experts = layers * experts_on_rank(r)
-    return (weights - experts) / np.maximum(r.shard, 1) + experts / experts_shard(r)
 
 
 class StepTimes(NamedTuple):
@@ -79,11 +32,12 @@ class StepTimes(NamedTuple):
     bubble: np.ndarray  # that rank's waiting time, beyond launch time
     sharing: np.ndarray  # ZeRO-3's exposed collectives, reductions and gathers after the last backward
     update: np.ndarray  # optimizer
+    allocator: np.ndarray  # blocks of memory that are returned to the device and asked for again
     fixed: np.ndarray  # constant time
 
     @property
     def seconds(self) -> np.ndarray:
-        return self.busy + self.bubble + self.sharing + self.update + self.fixed
+        return self.busy + self.bubble + self.sharing + self.update + self.allocator + self.fixed
 
 
 def step(runs: Runs, constants: Calibration) -> StepTimes:
@@ -122,7 +76,8 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     update = shard_parameters(r, weights, most_layers) * c["update"] / k.hbm
     reduction = _reduction(k, parts, most_layers * k.forward, most_layers * k.backward)
     sharing = sharding * slower + reduction
-    return StepTimes((busy + accumulate) * slower, bubble * slower, sharing, update, k.constant("fixed"))
+    allocator = np.where(returns_blocks(k), c["return_blocks"] * r.microbatches, 0.0)
+    return StepTimes((busy + accumulate) * slower, bubble * slower, sharing, update, allocator, k.constant("fixed"))
 
 
 def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
@@ -153,6 +108,7 @@ def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
         "messages between stages": messages,
     }  # fmt: skip
     found |= {"gathers and reductions": times.sharing, "optimizer": times.update, "bubble": times.bubble}
+    found |= {"allocator": times.allocator}
     found = {name: np.maximum(seconds, 0.0) for name, seconds in found.items()}  # differences may round below it
     return found | {"launches": np.maximum(times.seconds - sum(found.values()), 0.0)}
 
