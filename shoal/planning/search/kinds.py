@@ -1,8 +1,7 @@
 """Kinds of layouts: how complex they are, whether they leave memory free, and which of them a plan lists.
 
 A search keeps the fastest layout of each complexity, of all that fit and of those that fit with a margin. Layouts whose
-times are closer than the error of estimates are ties. Of these the simplest with the margin is recommended, or the
-simplest if none has it.
+times are closer than the error of estimates are ties, and the simplest of them is recommended.
 """
 
 from __future__ import annotations
@@ -100,8 +99,8 @@ class Shelf:
     def list(self) -> list[PricedLayout]:
         """Return the recommended layout, the fastest, the fastest with a margin, and simpler ones, each with its role.
 
-        The recommended layout is the simplest of those that tie with the fastest, with a margin if one of them has it.
-        Simpler layouts are slower, or have no margin; one that ties with an even simpler one is left out.
+        The recommended layout is the simplest of those that tie with the fastest. Simpler layouts are slower; one that
+        ties with an even simpler one is left out.
         """
         if not self.cells:
             return []
@@ -110,12 +109,12 @@ class Shelf:
         fastest = min(ranked, key=order)
         if not self.diverse:
             return [fastest]
-        safe = [found for (_, margin), found in cells if margin]
-        chosen = self._simplest_tie(ranked, safe)
+        chosen = self._simplest_tie(ranked)
         rows = {str(chosen.layout): chosen._replace(role="recommended")}
         rows.setdefault(str(fastest.layout), fastest._replace(role="fastest"))
-        if safe and chosen not in safe and min(safe, key=order).seconds <= SLOWEST * fastest.seconds:
-            first = self._simplest_tie(safe, safe)
+        roomy = [found for (_, margin), found in cells if margin and found.seconds <= SLOWEST * fastest.seconds]
+        if roomy and chosen not in roomy:
+            first = self._simplest_tie(roomy)
             rows.setdefault(str(first.layout), first._replace(role="more memory free"))
         simpler, before = [], np.inf
         most = next(level for (level, _), found in cells if found is chosen)
@@ -127,9 +126,8 @@ class Shelf:
             rows.setdefault(str(found.layout), found)
         return list(rows.values())
 
-    def _simplest_tie(self, ranked: Sequence[PricedLayout], safe: Sequence[PricedLayout]) -> PricedLayout:
-        """Return the first of the layouts that tie with the fastest: of those with a margin, if there is one."""
+    def _simplest_tie(self, ranked: Sequence[PricedLayout]) -> PricedLayout:
+        """Return the first of the layouts that tie with the fastest."""
         longest = [found.seconds * (1 + ACROSS * (self.level(found.layout) >= ACROSS_NODES)) for found in ranked]
         limit = (1 + TIE) * min(longest)
-        ties = [found for found, seconds in zip(ranked, longest, strict=True) if seconds <= limit]
-        return next((found for found in ties if found in safe), ties[0])
+        return next(found for found, seconds in zip(ranked, longest, strict=True) if seconds <= limit)

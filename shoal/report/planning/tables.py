@@ -78,8 +78,8 @@ def lines(
     text = [
         *head, *table_lines(["", "step", "MFU", "memory", "layout", "against the recommended"], rows), "",
         f"80 % intervals of the recommended: step {low} to {high}, memory {least} to {most} of "
-        f"{show_bytes(estimates[0].capacity)}. Steps within {100 * TIE:.0f} % of each other are ties; the simplest is "
-        "recommended, of those that also fit at the upper end of their memory if there are any.",
+        f"{show_bytes(estimates[0].capacity)}. Steps within {100 * TIE:.0f} % of each other are ties; of these the "
+        "simplest is recommended.",
         f"Accuracy of such a time: {estimates[0].accuracy().describe()}.",
         *nearby_lines(plan), "",
         *(f"{name}: {value}" for name, value in training_facts(run, training)), "",
