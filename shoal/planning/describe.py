@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -88,9 +89,10 @@ def describe_run(
     each = layout.pp * layout.cp * layout.tp
     if fill is None:
         fill = "dp" not in layout.model_fields_set
-    if fill and machine.size % each == 0:
-        layout = layout.model_copy(update={"dp": machine.size // each})
-    per_pass = layout.dp * layout.micro_batch
+    filled = machine.size // each if machine.size % each == 0 else layout.dp  # dp of a layout that fills the cluster
+    if fill:
+        layout = layout.model_copy(update={"dp": filled})
+    per_pass = math.lcm(layout.dp, filled) * layout.micro_batch  # so that a refusal can name this dp
     default = min(max(1, round(TOKENS_PER_STEP / s / per_pass)), MOST_MICROBATCHES) * per_pass
     sequences = parse_batch(global_batch, s) if global_batch is not None else 0
     batch = sequences or (config.train.global_batch if config else default)
