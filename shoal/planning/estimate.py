@@ -86,7 +86,10 @@ class StepEstimate(ABC):
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: model FLOPs over the dense peak of all accelerators and the step time."""
+        """Model FLOPs utilisation: model FLOPs over the dense peak of all accelerators and the step time.
+
+        Accelerators that share cores have their part of one peak, as in a training's records.
+        """
         return self._utilisation(self.run.tokens * self.run.shape.flops_per_token(self.run.sequence_length))
 
     @property
@@ -96,8 +99,9 @@ class StepEstimate(ABC):
         return self._utilisation(hardware_flops(run.shape, run.sequence_length, run.layout.recompute, run.tokens))
 
     def _utilisation(self, done: float) -> float:
-        run = self.run
-        return done / (self.step_seconds * run.cluster.accelerator.dense_flops(run.products) * run.layout.world_size)
+        run, cluster = self.run, self.run.cluster
+        peak = cluster.accelerator.dense_flops(run.products) / cluster.turns
+        return done / (self.step_seconds * peak * run.layout.world_size)
 
     @property
     def fullest(self) -> PeakMemory:

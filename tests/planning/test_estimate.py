@@ -143,6 +143,8 @@ def test_a_host_that_computes_itself_adds_its_launches_to_every_pass() -> None:
     assert times.launched == 0 < beside.stages[0].launched
     between = beside.calibration.at("fixed")  # what an accelerator waits for its host after a step
     assert itself.step_seconds > 1.2 * (beside.step_seconds - between), "the bubble is as much longer"
+    shared = Estimate(replace(itself.run, cluster=replace(machine, at_once=1)))  # two ranks on one core have one peak
+    assert shared.mfu * shared.step_seconds == pytest.approx(2 * itself.mfu * itself.step_seconds)
 
 
 def test_through_memory_sequence_parallelism_meets_twice_for_each_sum() -> None:

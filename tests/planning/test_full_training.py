@@ -100,6 +100,8 @@ def test_an_estimate_says_what_a_time_or_a_budget_trains(capsys: pytest.CaptureF
     words = ["estimate", "--model", "llama-3.2-1b", "--cluster", "8xH100", "--parallel.zero", "1"]
     assert main([*words, "--days", "7"]) == 0
     assert re.search(r"training on [\d.e+]+ tokens +7.0 days, 1,344 device-hours", capsys.readouterr().out)
+    assert main([*words, "--tokens", "1e7"]) == 0
+    assert re.search(r"on 1e\+07 tokens +[\d.]+ seconds, 0.0\d+ device-hours, \S+ FLOPs", capsys.readouterr().out)
     assert main([*words, "--budget", "1000", "--price", "1"]) == 0
     assert re.search(r"cost +\$1,000 at \$1 a device-hour", capsys.readouterr().out)
     assert main([*words, "--budget", "1000", "--days", "7"]) == 2

@@ -75,9 +75,12 @@ def training_facts(run: EstimatedRun, training: FullTraining) -> Iterator[tuple[
     flops = training.tokens * run.shape.flops_per_token(run.sequence_length)
     hours = training.seconds / HOUR
     lasts = f"{training.days:,.1f} days" if training.days > 1 else f"{hours:.3g} hours"
+    if hours < 1:
+        lasts = f"{training.seconds / 60:.3g} minutes" if hours > 1 / 60 else f"{training.seconds:.3g} seconds"
+    devices, days = training.devices * hours, petaflop_days(flops)
     yield (f"training on {training.tokens:.3g} tokens",
-           f"{lasts}, {training.devices * hours:,.0f} device-hours, {flops:.3g} FLOPs, "
-           f"{petaflop_days(flops):{',.0f' if flops > 1e21 else '.3g'}} petaFLOP/s-days")  # fmt: skip
+           f"{lasts}, {devices:{',.0f' if devices > 10 else '.2g'}} device-hours, {flops:.3g} FLOPs"
+           + (f", {days:{',.0f' if flops > 1e21 else '.3g'}} petaFLOP/s-days" if days > 1e-3 else ""))  # fmt: skip
     if training.dollars:
         listed = training.price == run.cluster.accelerator.dollars_per_hour
         source = f" ({run.cluster.accelerator.price_source})" if listed else ""
