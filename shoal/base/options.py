@@ -256,8 +256,10 @@ def _join_rows(lines: list[str], width: int) -> list[str]:
             joined[-1] = f"│ {option}  {text} │"
         else:
             joined.append(line)
-    about = [i for i, line in enumerate(joined[:-1]) if line.startswith("│ -h, --help ")]
-    joined = [line for i, line in enumerate(joined) if i not in about or not joined[i + 1].startswith("│ --")]
+    for first in [i for i, line in enumerate(joined) if line.startswith("│ -h, --help ")][::-1]:
+        following = next((i for i in range(first + 1, len(joined)) if not joined[i].startswith("│    ")), first)
+        if joined[following].startswith("│ --"):
+            del joined[first:following]
     longest = max((len(line) for line in joined if line[:1] in FRAME), default=0)
     return [
         line[:-1] + FRAME[line[0]] * (longest - len(line)) + line[-1] if line[:1] in FRAME else line for line in joined

@@ -108,6 +108,15 @@ def test_a_long_description_does_not_widen_the_help(monkeypatch, capsys) -> None
     assert max(map(len, capsys.readouterr().out.splitlines())) == 80
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+def test_the_row_of_help_itself_is_left_out(columns: int, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        parse("shoal estimate", EstimateOptions, ["--help"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert rows[0].startswith("│ --") and not any("-h, --help" in row for row in rows)
+
+
 def test_help_says_what_stands_below_a_field() -> None:
     assert docstrings(TokenizerOptions)["vocab_size"].startswith("Vocabulary size, including the 256 bytes")
     assert docstrings(Layout).keys() == Layout.model_fields.keys()
