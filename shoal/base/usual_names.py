@@ -62,8 +62,8 @@ USUAL_NAMES = {
     "wandb": "wandb_project report_to",
     "compile": "torch_compile",
     # options of commands, which have no key in a run's file
-    "--ranks": "gpus num_gpus nproc nproc_per_node world_size",
-    "--cluster": "gpus num_gpus world_size nodes",
+    "--ranks": "gpu gpus num_gpus nproc nproc_per_node world_size",
+    "--cluster": "gpu gpus num_gpus hardware accelerator world_size nodes",
     "--run-folder": "output output_dir out_dir save save_dir dump_folder",
     "--resume": "load load_dir resume_from resume_from_checkpoint",
     "--max-tokens": "max_new_tokens max_length",

@@ -93,8 +93,8 @@ def _show_help(command: str, types: Mapping[str, type[Section]], section: str, v
 def split_run_file(args: list[str]) -> tuple[Path | None, list[str]]:
     """Split the run's TOML file from the arguments."""
     for i, word in enumerate(args):
-        before = args[i - 1 : i]  # the values of these options are TOML files too
-        option = word.startswith("-") or before in (["--catalog"], ["--toml"], ["--data.paths"])
+        before = args[i - 1 : i]  # the values of these options may be TOML files too, or be given as such by mistake
+        option = word.startswith("-") or before in (["--catalog"], ["--toml"], ["--data.paths"], ["--cluster"])
         if not option and (word.endswith(".toml") or i == 0):
             return Path(word), args[:i] + args[i + 1 :]
     return None, args

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -27,6 +29,7 @@ from shoal.base.units import DAY, HOUR, TIME, parse, show_seconds
 
 UNITS = TIME | {"min": 60.0, "h": HOUR, "d": DAY}
 MOST_FAILURES = 20  # maximum expected failures during one restart and save
+MOST_SIMULATED, MOST_IN_REPAIR = 10_000_000, 1_000_000  # failures, and expected nodes, counted one by one in seconds
 LLAMA_3 = {"devices": 16384, "days": 54, "interruptions": 419}
 """Unexpected interruptions in a 54-day snapshot of pre-training (Dubey et al. 2024, section 3.3.4)."""
 
@@ -131,18 +134,22 @@ def erlang_b(servers: int, load: float) -> float:
     >>> round(erlang_b(2, 1.0), 3)
     0.2
     """
-    blocked = 1.0
-    for n in range(1, servers + 1):
-        blocked = load * blocked / (n + load * blocked)
-    return blocked
+    return next(islice(_blocked(load), servers, None), 0.0)
+
+
+def _blocked(load: float) -> Iterator[float]:
+    """Yield the share of 0, 1, 2 ... servers, until it is too small for a number."""
+    blocked, servers = 1.0, 0
+    while blocked:
+        yield blocked
+        servers += 1
+        blocked = load * blocked / (servers + load * blocked)
 
 
 def spares_for(job: TrainingJob, availability: float) -> int:
     """Return the smallest number of spare nodes that gives this availability."""
-    spares = 0
-    while available(replace(job, spares=spares)) < availability:
-        spares += 1
-    return spares
+    shares = islice(_blocked(job.repair / job.between), 1, None)
+    return next((spares for spares, share in enumerate(shares) if 1.0 - share >= availability), 0)
 
 
 def productive_share(job: TrainingJob, interval: float | None = None) -> float:
@@ -246,6 +253,8 @@ def goodput(
         raise UsageError("--checkpoint 0s: a save that costs nothing would be made all the time.\n  Give its cost.")
     if not 0 < availability < 1:
         raise UsageError(f"--availability {availability}: a share of time between 0 and 1.\n  Give one such as 0.99.")
+    if failures > MOST_SIMULATED:
+        raise UsageError(f"--failures {failures}: at most {MOST_SIMULATED:,} are simulated.")
     chosen = None if interval is None else _seconds("interval", interval)
     if chosen == 0:
         raise UsageError("--interval 0s: nothing would be computed between saves.\n  Give a longer one.")
@@ -264,6 +273,9 @@ def goodput(
             f"{show_seconds(alone)}: it would never get on."
             "\n  Give fewer devices, or faster ones of both."
         )
+    if job.repair > MOST_IN_REPAIR * job.between:
+        raise UsageError(f"--repair {repair}: with a failure every {show_seconds(job.between)}, more than "
+                         f"{MOST_IN_REPAIR:,} nodes would be in repair.\n  Give a shorter time.")
     if spares is None:
         job = replace(job, spares=spares_for(job, availability))
     seconds = best_interval(job) if chosen is None else chosen

@@ -321,6 +321,7 @@ def test_resume_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
         ("train my.txt", "my.txt: this is no run's TOML file.\n  Give a text with --data.paths my.txt, or end "
          "the name of a run's file in .toml."),
         ("plan run.toml", "no such file: run.toml"),
+        ("estimate --cluster mine.toml", "cluster 'mine.toml': there is no node type 'mine.toml'; allowed: A100"),
         ("simulate run.toml", "run.toml: shoal simulate reads no config of a run."),
         ("train gpt2-124m", "gpt2-124m: a model of the catalog is chosen with --model.name gpt2-124m."),
         ("estimate gpt3-175b", "gpt3-175b: a model of the catalog is chosen with --model gpt3-175b."),

@@ -107,7 +107,7 @@ def test_the_fewest_spares_are_enough_and_fewer_are_not() -> None:
     job = TrainingJob(16384, device_mtbf(**LLAMA_3), repair=DAY)
     spares = spares_for(job, 0.99)
     assert available(replace(job, spares=spares)) >= 0.99 > available(replace(job, spares=spares - 1))
-    assert erlang_b(0, 5.0) == 1.0
+    assert erlang_b(0, 5.0) == 1.0 and erlang_b(10**12, 5.0) == 0.0
     assert available(job) == 1.0, "spares are not counted"
 
 
@@ -154,6 +154,8 @@ def test_what_cannot_be_is_refused(words: str, says: str, capsys: pytest.Capture
     ({"checkpoint": -1.0}, "--checkpoint -1.0: no duration"),
     ({"restart": float("nan")}, "--restart nan: no duration"),
     ({"interval": 0}, "--interval 0s: nothing would be computed"), ({"per_node": 0}, "per_node = 0"),
+    ({"failures": 10**11}, "--failures 100000000000: at most 10,000,000"),
+    ({"repair": 1e15}, "--repair 1000000000000000.0: with a failure every .* more than 1,000,000 nodes"),
     ({"spares": -1}, "spares = -1.\n  Give int >= 0"), ({"availability": 2}, "--availability 2: a share"),
 ])  # fmt: skip
 def test_what_no_job_can_have_is_refused(wrong, says):

@@ -112,7 +112,8 @@ def plan_unstaged(graph: OperatorGraph, target: Target, meshes: Sequence[NamedMe
 
 
 def plan_stages(forward: Forward, target: Target, most: int) -> StagedPlan:
-    """Find the best pipeline of up to ``most`` stages on parts of the cluster."""
+    """Find the best pipeline of up to ``most`` stages on parts of the cluster, each of at least one device."""
+    most = min(most, target.cluster.size)
     search = StageSearch(Layers(forward, LAYERS_PER_STAGE * most), target)
     check_outputs(node for node in forward.outputs if node not in search.layers.nodes and node.op != "placeholder")
     cluster, count = target.cluster, len(search.layers.ends)

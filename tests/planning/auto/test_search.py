@@ -12,7 +12,7 @@ from shoal.planning.auto.capture.layers import Layers
 from shoal.planning.auto.capture.trace import differentiate
 from shoal.planning.auto.intra.price import ClusterNetwork
 from shoal.planning.auto.plan import build_plan
-from shoal.planning.auto.search import StageSearch
+from shoal.planning.auto.search import LAYERS_PER_STAGE, StageSearch, plan_stages
 from shoal.planning.auto.stages import AssignedStage
 from shoal.planning.cost.time.engine_layer import attained_group
 from shoal.spec.catalog.clusters import cluster
@@ -122,3 +122,10 @@ def test_collectives_take_the_time_that_estimates_give_them(axes: str, ranks: in
     network = ClusterNetwork(NamedMesh("xy", (2, 4)), found)
     assert network.price("all-reduce", axes, 1e6) == (group.all_reduce(1e6), "ring")
     assert network.price("all-to-all", axes, 8e6)[0] == group.all_to_all(8e6 * (ranks - 1) / ranks)
+
+
+def test_no_more_stages_are_looked_for_than_there_are_devices() -> None:
+    """And the layers are no finer, each of which takes seconds."""
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+    forward = export_forward(transformer("llama", layers=2), (tokens, tokens))
+    assert plan_stages(forward, target("2xA100", 4), 10**6).layers == 2 * LAYERS_PER_STAGE
