@@ -61,8 +61,8 @@ def test_young_and_daly_are_near_the_best_and_daly_nearer(job: TrainingJob) -> N
 
 
 def test_spares_are_nodes_of_as_many_devices_as_are_given(capsys: pytest.CaptureFixture) -> None:
-    for per_node, share in ((8, "2 nodes, +1.6 %"), (4, "2 nodes, +0.8 %")):
-        assert main(f"goodput --devices 1024 --spares 2 --failures 100 --per-node {per_node}".split()) == 0
+    for spares, per_node, share in ((2, 8, "2 nodes, +1.6 %"), (2, 4, "2 nodes, +0.8 %"), (1, 8, " 1 node, +0.8 %")):
+        assert main(f"goodput --devices 1024 --spares {spares} --failures 100 --per-node {per_node}".split()) == 0
         assert share in capsys.readouterr().out
 
 

@@ -28,10 +28,11 @@ def goodput_lines(forecasts: Sequence[GoodputForecast]) -> list[str]:
     rows = []
     for found in forecasts:
         job = found.job
+        spares = f"{job.spares} node{'s' * (job.spares != 1)}"
         rows.append((
             f"{job.devices:,}", show_time(job.between), show_time(found.interval),
             show_time(found.young), show_time(found.daly), f"{100 * found.effective:.1f} %",
-            f"{100 * found.simulated:.1f} %", f"{job.spares} nodes, +{100 * job.spare_share:.1f} %",
+            f"{100 * found.simulated:.1f} %", f"{spares}, +{100 * job.spare_share:.1f} %",
             f"{100 * found.available:.1f} %", f"{100 * found.goodput:.1f} %",
         ))  # fmt: skip
     first = forecasts[0].job
