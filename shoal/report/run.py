@@ -246,10 +246,13 @@ def op_table(measured: MeasuredStep) -> list[list[str]]:
 
 
 def rank_table(measured: MeasuredStep, most: int = 64) -> list[list[str]]:
-    """Return the headings, then a row for each rank; at most the ``most`` ranks that compute longest."""
+    """Return the headings, then a row for each rank; at most the ``most`` ranks that compute longest.
+
+    Reductions, the optimizer and waiting are what a rank does in the part of a step in which it does not compute.
+    """
     found = sorted(measured.by_rank(), key=lambda entry: -entry[1])
     shown = sorted(found[:most], key=lambda entry: entry[0].rank)
-    rows = [["rank", "pp", "dp", "tp", "computing a step", "waiting for messages", "idle share of the step"]]
+    rows = [["rank", "pp", "dp", "tp", "computing a step", "waiting for messages", "not computing"]]
     for rank, busy, waiting in shown:
         numbers = (str(n) for n in (rank.rank, rank.pp, rank.dp, rank.tp))
         share = 1 - busy / measured.step_time
