@@ -40,7 +40,8 @@ def check_writable(path: Path | None, option: str, *suffixes: str, new: bool = F
         suffixes: allowed suffixes of its name.
 
     Raises:
-        UsageError: it has another suffix, its folder does not exist, it is a folder, or (``new``) it exists.
+        UsageError: it has another suffix, its folder does not exist, it is a folder, it is no name of a
+            file, or (``new``) it exists.
     """
     if path is None:
         return
@@ -48,6 +49,12 @@ def check_writable(path: Path | None, option: str, *suffixes: str, new: bool = F
         raise UsageError(f"{option} {path}: give a file ending in {' or '.join(suffixes)}.")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: there is no folder {path.parent}.\n  Make it, or name another file.")
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
+        raise UsageError(f"{option} {path}: {getattr(error, 'strerror', None) or error}.") from None
     if path.is_symlink():
         raise UsageError(f"{option} {path}: it is a symbolic link, which is not followed.\n  Name its target.")
     if path.is_dir():

@@ -53,6 +53,9 @@ def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_len
     check_writable(Path(out) if out else None, "--out", ".toml", new=True)
     name = Path(folder).expanduser().absolute().name
     folder = find_hf_folder(folder).absolute()
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: there is no such folder.\n  Give one with config.json and weights, or owner/name "
+                         "of a model on the Hugging Face hub.")
     values = describe_hf(folder, name, sequence_length)
     shape = build_config(values).model.shape(vocab=1, sequence_length=1)
     if found := HFWeights(folder, shape).optimizer:  # its files are readable

@@ -73,6 +73,13 @@ def test_sequences_longer_than_the_model_are_asked_for(tmp_path):
             check_weights(config)
 
 
+def test_no_folder_is_told_from_a_folder_without_a_model(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("missing", "file"):
+        with pytest.raises(shoal.UsageError, match=r"there is no such folder\.\n  Give one with config\.json"):
+            shoal.import_hf(tmp_path / name)
+
+
 def test_quantised_weights_are_refused(tmp_path):
     build("llama", model := tmp_path / "model")
     config = config_of(model, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -123,7 +124,7 @@ def load_config(path: str | Path, **sections: Section | Mapping[str, Any]) -> Ru
     Traceback (most recent call last):
     shoal.base.errors.UsageError: no such file: no-such-run.toml
     """
-    if (inside := Path(path) / RUN_FILE).is_file():
+    if os.path.isfile(inside := Path(path) / RUN_FILE):  # false for what is no name of a file
         raise UsageError(
             f"{path} is the folder of a run.\n  Its config is {inside}. "
             f"shoal train --resume {quote(path)} continues it."
@@ -193,8 +194,8 @@ def save_config(config: RunConfig, path: str | Path, *, new: bool = False) -> No
     ...     load_config(Path(folder) / "run.toml") == config
     True
     """
+    check_writable(Path(path), "save_config", new=new)
     try:
-        check_writable(Path(path), "save_config", new=new)
         write_atomically(Path(path), tomli_w.dumps(plain(config)), new=new)
     except OSError as error:
         raise from_os_error(error) from None

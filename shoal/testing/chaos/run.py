@@ -20,7 +20,7 @@ from statistics import mean
 from pydantic import PositiveInt
 from rich.console import Console
 
-from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.errors import UsageError, did_you_mean, from_os_error
 from shoal.base.files import read_json, write_atomically
 from shoal.engine.data.prepare import prepare
 from shoal.launch.local_launcher import start_rank_server
@@ -145,7 +145,10 @@ def chaos(
         if not chosen:
             return ChaosResult()
     place = Path(folder or tempfile.mkdtemp(prefix="shoal-chaos-"))
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise from_os_error(error) from None
     log = place / "output.log"
     with _captured(log, show) as console, start_rank_server(config, "cpu") as server:
         if minutes is not None:

@@ -101,9 +101,11 @@ def test_fields_given_in_python_replace_the_files(tmp_path):
 def test_a_config_that_cannot_be_written_is_one_clear_error(tmp_path):
     (tmp_path / "folder").mkdir()
     for file, says in ((tmp_path / "folder", "it is a folder"), (tmp_path / "none" / "a.toml", "there is no folder"),
-                       (tmp_path / f"{'a' * 300}.toml", "file name too long")):
+                       (tmp_path / f"{'a' * 300}.toml", "File name too long"), (tmp_path / "a\0b", "null byte")):
         with pytest.raises(UsageError, match=says):
             save_config(RunConfig(), file)
+    with pytest.raises(UsageError, match="cannot be read: File name too long"):
+        load_config(tmp_path / f"{'a' * 300}.toml")
     save_config(RunConfig(), tmp_path / "a.toml", new=True)
     with pytest.raises(UsageError, match="the file exists, and is not overwritten"):
         save_config(RunConfig(), tmp_path / "a.toml", new=True)

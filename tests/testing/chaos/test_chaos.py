@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.base.errors import UsageError
 from shoal.base.polling import wait_until
 from shoal.cli.main import main
 from shoal.launch.worker_pool import Pool
-from shoal.spec.config import save_config
+from shoal.spec.config import RunConfig, save_config
 from shoal.testing.chaos.chaos import Chaos, Trial
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, START, damage
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.testing.chaos.outcome import ROUGH, compare_checkpoints, last_checkpoint, steps_done
+from shoal.testing.chaos.run import chaos as chaos_in
 from shoal.testing.chaos.run import count_by_fault
 from tests.trainings.runs import shoal
 from tests.trainings.supervised import STEPS, config_of
@@ -146,6 +148,12 @@ def test_what_cannot_be_is_refused(words, says, corpus, tmp_path, capfd):
     save_config(config_of(corpus), tmp_path / "run.toml")
     assert main(["chaos", str(tmp_path / "run.toml"), *words]) == 2
     assert says in capfd.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_one_error_in_python_too(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="not a directory"):
+        chaos_in(RunConfig(), faults="exit-0", folder=tmp_path / "file" / "x")
 
 
 @pytest.fixture(scope="module")
