@@ -241,7 +241,7 @@ def test_a_model_without_a_table_is_split_by_operators_or_it_is_said_why_not(rea
         return model(batch).square().sum() * (batch[0, 0].item() if reads else 1), len(batch)
 
     run = shoal.Run(
-        lambda: nn.Sequential(nn.Linear(64, 1 << 20), nn.GELU(), nn.Linear(1 << 20, 64)), loss, torch.ones(8, 64),
+        lambda: nn.Sequential(nn.Linear(64, 131072), nn.GELU(), nn.Linear(131072, 64)), loss, torch.ones(8, 64),
         layout="auto", cluster="2xA100", global_batch=2,
     )  # fmt: skip
     said = capsys.readouterr().out

@@ -5,17 +5,13 @@ import torch
 from torch import nn
 
 from shoal.engine.models.transformer import initialise
-from shoal.engine.sharding.named_axes import NamedMesh
 from shoal.labs.autoshard.execute import compare, find_worst, reference
 from shoal.planning.auto.capture.forward import export_forward
 from shoal.planning.auto.capture.layers import Layers
 from shoal.planning.auto.capture.trace import differentiate
-from shoal.planning.auto.intra.price import ClusterNetwork
 from shoal.planning.auto.plan import build_plan
 from shoal.planning.auto.search import LAYERS_PER_STAGE, StageSearch, plan_stages
 from shoal.planning.auto.stages import AssignedStage
-from shoal.planning.cost.time.engine_layer import attained_group
-from shoal.spec.catalog.clusters import cluster
 from tests.planning.auto.modules import target, transformer
 
 
@@ -112,16 +108,6 @@ def test_a_stage_keeps_what_it_was_sent():
     tensor = 1024 * 256 * 2  # bytes in bf16
     saved = [build_plan(*found.best(first, last, (1, 1), 1)).saved for first, last in ((0, 1), (1, 2), (1, 3))]
     assert saved == [0, tensor, 2 * tensor], "the module's own input is there for all micro-batches"
-
-
-@pytest.mark.parametrize(("axes", "ranks", "stride"), [("x", 2, 4), ("y", 4, 1), ("xy", 8, 1)])
-def test_collectives_take_the_time_that_estimates_give_them(axes: str, ranks: int, stride: int) -> None:
-    """Their launch and the wait for the last rank included."""
-    found = cluster("2x4xA100-ETH100")
-    group = attained_group(found, ranks, stride)
-    network = ClusterNetwork(NamedMesh("xy", (2, 4)), found)
-    assert network.price("all-reduce", axes, 1e6) == (group.all_reduce(1e6), "ring")
-    assert network.price("all-to-all", axes, 8e6)[0] == group.all_to_all(8e6 * (ranks - 1) / ranks)
 
 
 def test_no_more_stages_are_looked_for_than_there_are_devices() -> None:

@@ -10,8 +10,8 @@ from shoal.engine.sharding.moves import ALL_TO_ALL, Move
 from shoal.engine.sharding.named_axes import NamedMesh, Sharding
 from shoal.planning.auto.moves import MoveSearch, Network, Path
 from shoal.planning.cost.roofline import OperationCost
-from shoal.planning.cost.time.communication import CommunicationGroup
-from shoal.planning.cost.time.engine_layer import attained_group, memory_rate, product_rate
+from shoal.planning.cost.time.communication import ring_group
+from shoal.planning.cost.time.engine_layer import attained, memory_rate, product_rate
 from shoal.planning.run import KINDS
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.number_formats import Formats
@@ -19,20 +19,17 @@ from shoal.spec.number_formats import Formats
 
 @dataclass(frozen=True)
 class ClusterNetwork:
-    """The network of a cluster under a mesh of its devices in order from a node's first on.
+    """The network of a cluster, at attained bandwidths, under a mesh of its devices in order from a node's first on.
 
-    Collectives along an axis use rings, as `shoal estimate` prices them: with their launch, and the wait for the last.
+    Collectives along an axis use rings, as `shoal estimate` prices them.
     """
 
     mesh: NamedMesh
     cluster: Cluster
-    _groups: dict[str, CommunicationGroup[float]] = field(default_factory=dict)
 
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
-        if axes not in self._groups:
-            inner = math.prod(self.mesh.shape[max(map(self.mesh.axes.index, axes)) + 1 :])
-            self._groups[axes] = attained_group(self.cluster, self.mesh.size(axes), inner)
-        ring = self._groups[axes]
+        inner = max(self.mesh.axes.index(axis) for axis in axes)
+        ring = ring_group(self.cluster, self.mesh.size(axes), math.prod(self.mesh.shape[inner + 1 :]))
         if collective == ALL_TO_ALL:
             return ring.all_to_all(size * (ring.ranks - 1) / ring.ranks), "pairwise"
         return getattr(ring, collective.replace("-", "_"))(size), "ring"
@@ -58,7 +55,7 @@ class Prices:
         peak = product_rate(cluster, KINDS[formats.compute.name]) / cluster.turns
         master = formats.storage.itemsize if formats.master else 0
         return Prices(
-            mesh, ClusterNetwork(mesh, cluster), peak, memory_rate(cluster), formats.compute.itemsize,
+            mesh, ClusterNetwork(mesh, attained(cluster)), peak, memory_rate(cluster), formats.compute.itemsize,
             formats.reduce.itemsize, 2 * formats.state.itemsize + master,
         )  # fmt: skip
 
