@@ -84,6 +84,8 @@ def simulate(
     paired = isinstance(times, ActionTimes) and times.pair is not None
     player = Player(program, blocking=links.blocking, paired=paired, tied=tied)
     columns, (producer, consumer) = player.columns, player.messages
+    if not columns.rows:
+        raise UsageError("Program: no rank has an action.\n  Give `actions` for one at least.")
     if disturbance.jitter:  # without, equal replicas take no time
         described = columns.program
         cells = described.stages * described.sequence_slices // columns.ranks

@@ -84,7 +84,9 @@ def training_facts(run: EstimatedRun, training: FullTraining) -> Iterator[tuple[
     if training.dollars:
         listed = training.price == run.cluster.accelerator.dollars_per_hour
         source = f" ({run.cluster.accelerator.price_source})" if listed else ""
-        yield "cost", f"${training.dollars:,.0f} at ${training.price:g} a device-hour{source}"
+        cost = f"${training.dollars:,.{0 if training.dollars >= 10 else 2}f}"
+        cost = cost if training.dollars >= 0.01 else "less than a cent"
+        yield "cost", f"{cost} at ${training.price:g} a device-hour{source}"
     if training.kilowatt_hours and training.kilowatts:
         energy, power = 1e3 * training.kilowatt_hours, 1e3 * training.kilowatts
         yield ("energy and power",
@@ -99,6 +101,10 @@ def bound(estimate: StepEstimate) -> str:
         needed, capacity = show_bytes(estimate.fullest.reserved), show_bytes(estimate.capacity)
         verdict = "May not fit" if estimate.may_fit else "Does not fit"
         return f"{verdict}: needs {needed}, has {capacity}; the largest part is '{what}'. Layouts that fit:"
+    if returning := estimate.breakdown["allocator"]:
+        return (f"The memory is full with what collectives still read: torch's allocator returns blocks in each "
+                f"micro-batch. With some to spare a step takes {show_seconds(estimate.step_seconds - returning)}. "
+                "Effects of single changes:")  # fmt: skip
     (first, most), (second, next_most), *_ = sorted(estimate.breakdown.items(), key=lambda part: -part[1])
     then = f", then by {second}" if next_most > most / 10 else ""
     return f"Bound by {first}{then}. Effects of single changes:"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import tomli_w
 
 from shoal.base.errors import UsageError, did_you_mean, from_os_error
-from shoal.base.files import check_writable, read_toml, write_atomically
+from shoal.base.files import check_writable, expanded, read_toml, write_atomically
 from shoal.base.section import Section, plain, truncate, validate
 from shoal.base.terminal import quote
 from shoal.spec.config import sections
@@ -124,7 +124,8 @@ def load_config(path: str | Path, **sections: Section | Mapping[str, Any]) -> Ru
     Traceback (most recent call last):
     shoal.base.errors.UsageError: no such file: no-such-run.toml
     """
-    if os.path.isfile(inside := Path(path) / RUN_FILE):  # false for what is no name of a file
+    path = expanded(path, "load_config")
+    if os.path.isfile(inside := path / RUN_FILE):  # false for what is no name of a file
         raise UsageError(
             f"{path} is the folder of a run.\n  Its config is {inside}. "
             f"shoal train --resume {quote(path)} continues it."
@@ -136,6 +137,9 @@ def load_config(path: str | Path, **sections: Section | Mapping[str, Any]) -> Ru
         )
     complete = {name: given for name, given in sections.items() if isinstance(given, Section)}
     fields = {name: dict(given) for name, given in sections.items() if name not in complete}
+    if unknown := complete.keys() - RunConfig.model_fields:
+        known = did_you_mean(min(unknown), RunConfig.model_fields)
+        raise UsageError(f"load_config: there is no section '{min(unknown)}'; {known}")
     return build_config(read_toml(path), fields, source=str(path)).replace(**complete)
 
 
@@ -194,9 +198,10 @@ def save_config(config: RunConfig, path: str | Path, *, new: bool = False) -> No
     ...     load_config(Path(folder) / "run.toml") == config
     True
     """
-    check_writable(Path(path), "save_config", new=new)
+    path = expanded(path, "save_config")
+    check_writable(path, "save_config", new=new)
     try:
-        write_atomically(Path(path), tomli_w.dumps(plain(config)), new=new)
+        write_atomically(path, tomli_w.dumps(plain(config)), new=new)
     except OSError as error:
         raise from_os_error(error) from None
 

@@ -230,8 +230,11 @@ class OwnEngine(Engine):
         return all_reduce(all_reduce(x, replicas), self.mesh.group("pp"))
 
     def evaluate(self, samples: Dataset) -> float:
-        """Return the loss per term of the first `validation_sequences` samples; ``validated`` has the metrics."""
-        passes = self.validation_sequences // self.per_pass
+        """Return the loss per term of the first `validation_sequences` samples; ``validated`` has the metrics.
+
+        Fewer samples are all taken, once; the last pass may repeat the first of them.
+        """
+        passes = -(-min(self.validation_sequences, samples.samples) // self.per_pass)
         batches = [batch.to(self.mesh.device) for batch in self.read_passes(samples, 0, passes)]
         self._begin()
         loss = self.build_runtime(build_forwards(self.program, passes)).evaluate(batches)

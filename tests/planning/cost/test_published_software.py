@@ -120,9 +120,17 @@ def test_a_full_allocator_returns_blocks_in_each_micro_batch() -> None:
     held = max(float(rank.filled[0] + rank.unread[0]) for rank in found.ranks)
     limit = (held / FULL + float(found.beside[0])) * ROOM["memory"] / float(found.capacity[0])
     some = [row | {"memory": limit * part} for part in (0.99, 1.01)]
-    full, enough, other = step(Runs.from_rows([*some, some[0] | {"reduced_apart": 0}]), calibration()).allocator
-    assert full == pytest.approx(16 * calibration().numbers["return_blocks"])
-    assert enough == other == 0
+    others = [some[0] | other for other in ({"reduced_apart": 0}, {"is_gpu": 0}, {"memory": limit / 2})]
+    full, *none = step(Runs.from_rows([*some, *others]), calibration()).allocator
+    assert full == pytest.approx(16 * calibration().numbers["return_blocks"]) and none == [0, 0, 0, 0]
+
+
+def test_full_memory_costs_no_time_without_a_pipeline_and_tensors_to_read() -> None:
+    alone = LLAMA | {"dp": 8, "shard": 8, "zero": 1, "reduced_apart": 2}
+    need = float(footprint(Runs.from_rows([alone | ROOM]), calibration()).needed[0])
+    runs = Runs.from_rows([alone | {"memory": need * part} for part in (0.9, 0.95, 1.0, 1.05)])
+    assert not step(runs, calibration()).allocator.any()
+
 
 
 def test_holes_between_split_tensors_take_memory_only_where_tensors_are_split() -> None:

@@ -94,6 +94,8 @@ def test_fields_given_in_python_replace_the_files(tmp_path):
     with pytest.raises(UsageError, match=r"trian.*did you mean 'train'"):
         load_config(file, trian={"steps": 5})
     assert load_config(file, parallel=Layout(tp=2)) == load_config(file).replace(parallel=Layout(tp=2))
+    with pytest.raises(UsageError, match=r"load_config: there is no section 'paralel'.*did you mean 'parallel'"):
+        load_config(file, paralel=Layout(tp=2))
     with pytest.raises(UsageError, match=r"train = Layout\(tp=2\): it is a section\.\n  Give a TrainConfig"):
         load_config(file, train=Layout(tp=2))
 

@@ -103,6 +103,23 @@ def test_it_goes_on_after_the_loss_of_a_rank_with_the_same_bits(undisturbed, tmp
         assert torch.equal(value, undisturbed.weights()[name]), name
 
 
+class Three(Images):
+    def __len__(self) -> int:
+        return 3
+
+
+def test_few_samples_of_a_validation_count_once(tmp_path):
+    """Not as often as 64 samples would need: the mean of three is the mean of each."""
+    run = shoal.Run(model=UNet, loss=rebuilt, data=Images, validation=Three, train={"device": "cpu"})
+    found = run.train(1, folder=tmp_path / "run")
+    model = UNet()
+    model.load_state_dict(found.weights())
+    batch = [torch.stack([Three()[i][0] for i in range(3)])]
+    with torch.no_grad():
+        loss, terms = rebuilt(model.eval(), batch)
+    assert found.metrics[-1].validation_loss == pytest.approx(float(loss) / terms, rel=1e-5)
+
+
 def test_a_run_of_python_has_the_defaults_of_the_command_line(undisturbed):
     run = shoal.Run(model=UNet, loss=rebuilt, data=Images, layout=shoal.Layout(dp=2, micro_batch=2))
     default = shoal.RunConfig().train

@@ -18,6 +18,7 @@ from shoal.planning.cost.time.kernels import Kernels
 from shoal.spec.catalog.calibration import Calibration
 
 FULL = 0.95  # part of the memory above which an allocator finds no free block
+FITS = 1.1  # the same above which a run does not fit: 90 % of estimates of memory are within 10 %
 OPTIMIZER = 12.0  # bytes per parameter: weights in fp32 and Adam's two moments
 
 
@@ -29,7 +30,8 @@ class Footprint:
     reserved: np.ndarray  # reserved by torch's allocator, including unused blocks, on the fullest pipeline rank
     first_reserved: np.ndarray  # reserved on the first pipeline rank
     process: np.ndarray  # reserved plus context and libraries, late in a run: the value in `nvidia-smi`
-    # like `process`, without what the allocator reclaims before it reports out of memory, and with holes that it cannot
+    # all that must be there at once: tensors, holes that cannot be filled, context and libraries. A run whose `needed`
+    # exceeds `capacity` runs out of memory. Unused blocks and tensors that are only read count elsewhere
     needed: np.ndarray
     capacity: np.ndarray  # accelerator memory available to a process
     # the first pipeline rank, the second (the largest in the middle), and the last
@@ -86,8 +88,7 @@ class RankBytes:
 
 def footprint(runs: Runs, constants: Calibration) -> Footprint:
     """Return the memory of every run."""
-    ranks = _ranks(Kernels(runs, constants))
-    beside, capacity = np.full(runs.size, constants.numbers["context"] * GB), _capacity(runs, constants)
+    ranks, (capacity, beside) = _ranks(Kernels(runs, constants)), _limits(runs, constants)
     allocated, needed = (np.maximum.reduce([getattr(rank, name) for rank in ranks]) for name in ("allocated", "needed"))
     reserves = [rank.reserved(capacity - beside) for rank in ranks]
     process = np.maximum.reduce([rank.reserved(capacity - beside, rank.split_holes) for rank in ranks]) + beside
@@ -99,20 +100,23 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
 def returns_blocks(k: Kernels) -> np.ndarray:
     """Return where torch's allocator returns blocks to the device in each micro-batch, to ask for others.
 
-    It does if all memory is reserved, with what collectives still read (`RankBytes.unread`), and a request finds no
-    free block: it waits for the device, returns all unused blocks and asks for one. Of nanotron's runs by this measure
-    all 22 above `FULL` take seconds longer, none of the 15 from 0.85 to it does.
+    It does so where a request finds all memory reserved and no free block that is large enough: it waits for the
+    device, returns all unused blocks and asks for one. Nanotron's runs did above `FULL`: pipelines, and others if
+    collectives still read some tensors (`RankBytes.unread`). Runs that are far from fitting have no such time.
     """
-    reads = k.runs.reduced_apart > 0
+    reads = (k.runs.reduced_apart > 0) & (k.runs.is_gpu > 0)
     if not reads.any():
         return reads
-    held = np.maximum.reduce([rank.filled + rank.unread for rank in _ranks(k)])
-    available = _capacity(k.runs, k.calibration) - k.constants["context"] * GB
-    return reads & (held > FULL * available)
+    ranks, (capacity, beside) = _ranks(k), _limits(k.runs, k.calibration)
+    unread, needed = (np.maximum.reduce([getattr(rank, name) for rank in ranks]) for name in ("unread", "needed"))
+    full = np.maximum.reduce([rank.filled + rank.unread for rank in ranks]) > FULL * (capacity - beside)
+    return reads & full & ((k.runs.pp > 1) | (unread > 0)) & (needed <= FITS * (capacity - beside))
 
 
-def _capacity(r: Runs, constants: Calibration) -> np.ndarray:
-    return r.memory * np.where(r.is_gpu > 0, constants.numbers["usable"], 1.0)
+def _limits(r: Runs, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of an accelerator, and how many of them no allocator has; none on a TPU."""
+    c, gpu = constants.numbers, r.is_gpu > 0
+    return r.memory * np.where(gpu, c["usable"], 1.0), np.where(gpu, c["context"] * GB, 0.0)
 
 
 def _ranks(k: Kernels) -> tuple[RankBytes, RankBytes, RankBytes]:
@@ -207,6 +211,6 @@ def _rank(
     return RankBytes(
         np.where(replicated, E * weights, 0.0), gradients, share * (OPTIMIZER + r.shard_copies * sharded), activations,
         gathered, beside, share * c["update_bytes"], holes * (activations + beside + unread),
-        np.where(r.tp > 1, r.split_holes, 0.0) * (activations + beside), unread,
+        np.where((r.tp > 1) & (r.is_gpu > 0), r.split_holes, 0.0) * (activations + beside), unread,
         np.full(r.size, c["base"] * GB),
     )
