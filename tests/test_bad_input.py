@@ -100,7 +100,7 @@ CASES = {
         says="train.global_batch = 8 is not a multiple of dp 3 x micro_batch 1 = 3: global_batch = dp x micro_batch x"),
     "too few devices": option(
         "--parallel.dp", "2", "--parallel.tp", "2", "--ranks", "3",
-        says=("pp 1 x dp 2 x tp 2 = 4 ranks, but 3 were given", "Start 4 ranks")),
+        says=("pp 1 x dp 2 x tp 2 = 4 ranks, but 3 were given", "Use 4 ranks")),
     "more ranks than there can be": option("--parallel.cp", "100000000000", says="parallel.cp = 100000000000: input"),
     "a product of more ranks than there can be": option(
         "--parallel.cp", "1000000", "--parallel.tp", "1000000", says="= 1000000000000 ranks, but there can be at most"),

@@ -326,7 +326,7 @@ def test_replicas_fill_the_cluster() -> None:
         ({"model": "lama-3-70b"}, {}, "did you mean 'llama-3-70b'"),
         ({"cluster": "8xH10O"}, {}, "did you mean 'H100'"),
         ({"cluster": "8xH100"}, {"tp": 3}, "pp 1 x dp 1 x tp 3|tp = 3"),
-        ({"cluster": "8xH100"}, {"dp": 3}, "3 ranks, but 8 were given.\n  Fits 8: dp 8. Or start 3 ranks"),
+        ({"cluster": "8xH100"}, {"dp": 3}, "3 ranks, but 8 were given.\n  Fits 8: dp 8. Or use 3 ranks"),
         ({"cluster": "8xH100"}, {"pp": 64}, "cannot fill 64 stages"),
         ({"precision": "bf61"}, {}, "did you mean 'bf16'"),
         ({"optimizer": "adamm"}, {}, "did you mean 'adam"),

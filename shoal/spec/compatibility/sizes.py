@@ -49,8 +49,8 @@ def check_layout(
         )
     if ranks is not None and ranks != layout.world_size:
         fits = _fitting(layout, ranks, shape, global_batch=global_batch, sequence_length=sequence_length)
-        what_fits = f"Fits {ranks}: {', or '.join(fits)}. Or start" if fits else (
-            f"No layout of {ranks} keeps all rules with this model, batch and length. Start")
+        what_fits = f"Fits {ranks}: {', or '.join(fits)}. Or use" if fits else (
+            f"No layout of {ranks} keeps all rules with this model, batch and length. Use")
         raise UsageError(
             f"parallel: {layout.equation()}, but {ranks} were given.\n  {what_fits} {layout.world_size} ranks."
         )
@@ -225,7 +225,8 @@ def _fitting(layout: Layout, ranks: int, shape: ModelShape, **sizes: int) -> lis
             continue
         changed = {name: degree for name, degree in degrees.items() if degree != getattr(layout, name)}
         distance = sum(abs(math.log2(degree / getattr(layout, name))) for name, degree in changed.items())
-        text = " with ".join(f"{name} {degree}" for name, degree in changed.items())
+        first, *more = (f"{name} {degree}" for name, degree in changed.items())
+        text = f"{first} with {' and '.join(more)}" if more else first
         found.append((len(changed), distance, text))
     single = [text for changes, _, text in sorted(found) if changes == 1]
     return single or [text for _, _, text in sorted(found)[:2]]

@@ -91,7 +91,7 @@ def test_a_folder_that_exists_is_refused_and_not_touched(base_config, tmp_path, 
 BAD = {
     "tp that does not divide": (["--parallel.tp", "3"], ["parallel.tp = 3 does not divide model.heads = 2"]),
     "ranks that are not the layout's": (
-        ["--ranks", "3"], ["pp 1 x dp 2 x tp 2 = 4 ranks, but 3 were given", "Start 4 ranks"]),
+        ["--ranks", "3"], ["pp 1 x dp 2 x tp 2 = 4 ranks, but 3 were given", "Use 4 ranks"]),
     "a path that is not there": (["--data.paths", "/no/such/folder"], ["/no/such/folder"]),
     "a tokenizer that is not there": (["--data.tokenizer", "/no/such.json"], ["/no/such.json"]),
     "a model that is not in the catalog": (["--model.name", "tinny"], ["tinny", "did you mean 'tiny'?"]),

@@ -35,16 +35,16 @@ def test_what_fits_passes():
 def test_world_size_prints_the_equation_and_what_fits():
     message = refusal(pp=3, dp=2, tp=2, ranks=8)
     assert message == (
-        "parallel: pp 3 x dp 2 x tp 2 = 12 ranks, but 8 were given.\n  Fits 8: pp 2. Or start 12 ranks."
+        "parallel: pp 3 x dp 2 x tp 2 = 12 ranks, but 8 were given.\n  Fits 8: pp 2. Or use 12 ranks."
     )
-    assert "Fits 8: dp 4, or pp 2, or tp 4. Or start 4 ranks." in refusal(dp=2, tp=2, ranks=8)
+    assert "Fits 8: dp 4, or pp 2, or tp 4. Or use 4 ranks." in refusal(dp=2, tp=2, ranks=8)
 
 
 def test_what_fits_a_world_size_also_fits_the_model_and_the_batch():
-    assert "Fits 6: pp 3. Or start 2 ranks." in refusal(tp=2, ranks=6)  # dp 3 would not divide the batch
+    assert "Fits 6: pp 3. Or use 2 ranks." in refusal(tp=2, ranks=6)  # dp 3 would not divide the batch
     message = refusal(dp=2, tp=2, global_batch=2, ranks=32)
-    assert "Fits 32: pp 2 with tp 8, or pp 4 with tp 4. Or start 4 ranks." in message
-    assert "No layout of 7 keeps all rules with this model, batch and length. Start 2 ranks." in refusal(tp=2, ranks=7)
+    assert "Fits 32: pp 2 with tp 8, or pp 4 with tp 4. Or use 4 ranks." in message
+    assert "No layout of 7 keeps all rules with this model, batch and length. Use 2 ranks." in refusal(tp=2, ranks=7)
 
 
 @pytest.mark.parametrize(
