@@ -43,7 +43,7 @@ def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_len
         sequence_length: tokens per sequence of the run (default: 1024, or the model's longest sequence if shorter).
 
     Raises:
-        UsageError: another family, other files, or ``out`` exists.
+        UsageError: another family, other files, more tokens than learned positions, or ``out`` exists.
 
     >>> import shoal
     >>> _ = shoal.export_hf("runs/example", "models/example")
@@ -58,6 +58,10 @@ def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_len
                          "of a model on the Hugging Face hub.")
     values = describe_hf(folder, name, sequence_length)
     shape = build_config(values).model.shape(vocab=1, sequence_length=1)
+    if shape.family == "gpt" and (sequence_length or 0) > shape.max_sequence:
+        most = shape.max_sequence
+        raise UsageError(f"--sequence-length {sequence_length}: the model has positions for {most} tokens.\n"
+                         f"  Give at most {most}.")
     if found := HFWeights(folder, shape).optimizer:  # its files are readable
         names = {"lr": "learning_rate"}
         values["optimizer"] = {"from_weights": True} | {names.get(name, name): each for name, each in found.items()}
