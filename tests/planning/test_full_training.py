@@ -101,7 +101,11 @@ def test_an_estimate_says_what_a_time_or_a_budget_trains(capsys: pytest.CaptureF
     assert main([*words, "--days", "7"]) == 0
     assert re.search(r"training on [\d.e+]+ tokens +7.0 days, 1,344 device-hours", capsys.readouterr().out)
     assert main([*words, "--tokens", "1e7"]) == 0
-    assert re.search(r"on 1e\+07 tokens +[\d.]+ seconds, 0.0\d+ device-hours, \S+ FLOPs", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(r"on 1e\+07 tokens +[\d.]+ seconds, 0.0\d+ device-hours, \S+ FLOPs", said)
+    assert re.search(r"cost +\$0\.[1-9]\d at", said)
+    assert main([*words, "--tokens", "1e4"]) == 0
+    assert re.search(r"cost +less than a cent at", capsys.readouterr().out)
     assert main([*words, "--budget", "1000", "--price", "1"]) == 0
     assert re.search(r"cost +\$1,000 at \$1 a device-hour", capsys.readouterr().out)
     assert main([*words, "--budget", "1000", "--days", "7"]) == 2

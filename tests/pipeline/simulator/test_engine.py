@@ -226,6 +226,11 @@ def test_a_program_of_nothing_is_refused(actions: tuple, stages: tuple) -> None:
         check_program(Program(actions, stages, 1))
 
 
+def test_ranks_without_an_action_are_not_simulated() -> None:
+    with pytest.raises(UsageError, match=r"no rank has an action\.\n  Give `actions`"):
+        simulate(Program(((), ()), (0, 1), 1))
+
+
 def test_the_timeline_holds_what_the_program_says() -> None:
     program = build_program(SCHEDULES["1f1b"], 3, 4)
     timeline: Timeline = simulate(program)
