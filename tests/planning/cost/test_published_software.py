@@ -144,7 +144,7 @@ def test_holes_between_split_tensors_take_memory_only_where_tensors_are_split() 
     assert found.reserved[0] == found.reserved[1] and found.allocated[0] == found.allocated[1]
     assert np.ptp(footprint(one, calibration()).needed) == 0
     pod = footprint(Runs.from_rows([SPLIT | ROOM | {"is_gpu": 0, "split_holes": 0.3}]), calibration())
-    assert pod.beside[0] == 0 and pod.needed[0] == max(rank.filled[0] for rank in pod.ranks), "a compiler places tensors"
+    assert pod.beside[0] == 0 and pod.needed[0] == max(rank.filled[0] for rank in pod.ranks), "XLA places tensors"
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
