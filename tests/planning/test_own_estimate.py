@@ -271,7 +271,7 @@ def test_a_model_that_is_too_large_is_said_without_being_built():
 
 
 def test_small_sums_take_the_time_to_launch_them_and_to_wait():
-    """The launch and the wait for the last rank are those of estimates of the catalog's models."""
+    """Collectives take as long to launch, and wait as long, as in an estimate of a model of the catalog."""
     found = estimate_own_model(config_of("wide_llama", {"tp": 2, "micro_batch": 4}), "8xH100")
     constants = cluster_calibration(found.cluster).numbers
     least = constants["collective_launch"] + constants["wait"] * 1  # log2 of 2 ranks

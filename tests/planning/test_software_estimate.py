@@ -1,6 +1,7 @@
 """Estimates and plans for other software than shoal."""
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil, prod
@@ -20,6 +21,7 @@ from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.space import build_layout
 from shoal.planning.search.usual import find_usual
 from shoal.planning.software_estimate import SoftwareEstimate, estimate_run
+from shoal.report.planning.estimate_lines import bound
 from shoal.report.planning.other_software import (
     MEGATRON_FORMATS,
     TORCHTITAN_CONVERTERS,
@@ -44,6 +46,14 @@ def test_the_parts_of_a_step_are_the_step(name: str, layout: Layout) -> None:
     assert found.fullest.reserved == pytest.approx(float(found.footprint.needed[0]))
     assert found.fits == bool(found.footprint.fits[0])
     assert 0.05 < found.mfu <= found.hfu < 0.8
+
+
+def test_a_full_memory_is_said_with_what_fills_it() -> None:
+    layout = Layout(pp=4, tp=8, sequence_parallel=True, micro_batch=8)
+    full = shoal.estimate(
+        layout, model="llama-3-8b", cluster="4x8xH100", sequence_length=7680, global_batch=128, software="nanotron"
+    )
+    assert re.match(r"The memory is full, with [\d.]+ GB that are freed but still read by collectives", bound(full))
 
 
 def test_software_changes_the_answer_as_it_should() -> None:

@@ -12,7 +12,7 @@ from shoal.planning.cost.flops import petaflop_days
 from shoal.planning.estimate import ROUNDING, StepEstimate
 from shoal.planning.full_training import FullTraining
 from shoal.planning.run import EstimatedRun
-from shoal.planning.software_estimate import estimate_run
+from shoal.planning.software_estimate import SoftwareEstimate, estimate_run
 
 
 def estimate_lines(
@@ -101,10 +101,12 @@ def bound(estimate: StepEstimate) -> str:
         needed, capacity = show_bytes(estimate.fullest.reserved), show_bytes(estimate.capacity)
         verdict = "May not fit" if estimate.may_fit else "Does not fit"
         return f"{verdict}: needs {needed}, has {capacity}; the largest part is '{what}'. Layouts that fit:"
-    if returning := estimate.breakdown["allocator"]:
-        return (f"The memory is full with what collectives still read: torch's allocator returns blocks in each "
-                f"micro-batch. With some to spare a step takes {show_seconds(estimate.step_seconds - returning)}. "
-                "Effects of single changes:")  # fmt: skip
+    if isinstance(estimate, SoftwareEstimate) and (returning := estimate.breakdown["allocator"]):
+        unread = max(float(rank.unread[0]) for rank in estimate.footprint.ranks)
+        read = f", with {show_bytes(unread)} that are freed but still read by collectives" if unread else ""
+        spared = show_seconds(estimate.step_seconds - returning)
+        return (f"The memory is full{read}: torch's allocator returns blocks in each micro-batch. With some to spare a "
+                f"step takes {spared}. Effects of single changes:")
     (first, most), (second, next_most), *_ = sorted(estimate.breakdown.items(), key=lambda part: -part[1])
     then = f", then by {second}" if next_most > most / 10 else ""
     return f"Bound by {first}{then}. Effects of single changes:"
