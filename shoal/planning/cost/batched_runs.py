@@ -22,9 +22,9 @@ from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import Software, software_table
 from shoal.spec.layout import Layout
 
-RECOMPUTE = ("none", "selective", "full", "operators")
-"""What a backward recomputes: nothing; the attention core; a layer; or a layer except every second product and
-attention."""
+RECOMPUTE = ("none", "selective", "full", "operators", "products")
+"""What a backward recomputes: nothing; the attention core; a layer; a layer except every second product and
+attention; or a layer except its products with weights."""
 ATTENTION = ("unfused", "fused-softmax", "flash-1", "flash-2", "flash-3")
 """Attention kernels, oldest first."""
 SCHEDULES = {"1f1b": (1.0, 1.0), "interleaved-1f1b": (1.0, 1.0), "zb-h1": (1 / 3, 1.0), "zb-h2": (0.0, 2.0)}
@@ -99,6 +99,7 @@ class Runs:
     is_gpu: np.ndarray = _optional(1)  # of which `memory` is rounded down, and libraries take a part
     through_memory: np.ndarray = _optional(0)  # 1 if ranks communicate through shared memory
     # Properties of the software, as in `Software`.
+    optimizer_bytes: np.ndarray = _optional(12)
     gradient_bytes: np.ndarray = _optional(4)
     reduce_bytes: np.ndarray = _optional(4)
     fused_accumulation: np.ndarray = _optional(0)
@@ -126,6 +127,8 @@ class Runs:
     kept_bytes: np.ndarray = _optional(2)
     keeps_quantised: np.ndarray = _optional(0)
     recomputes_heads: np.ndarray = _optional(0)
+    recomputes_norms: np.ndarray = _optional(0)
+    recomputes_activation: np.ndarray = _optional(0)
     paired: np.ndarray = _optional(0)
     pads_values: np.ndarray = _optional(0)
     rows_once: np.ndarray = _optional(0)
@@ -261,14 +264,16 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
 
 def describe_layout(layout: Layout, software: Software, global_batch: int) -> dict[str, float]:
     """Return the columns of `Runs` that depend on the layout alone, of the runs of one batch on one cluster."""
-    again, of = layout.recompute, ("tp", "tp_x", "pp", "dp", "cp", "ep", "zero", "sequence_parallel")
-    operators = (again, software.selective) == ("selective", "operators")
+    again: str = layout.recompute
+    of = ("tp", "tp_x", "pp", "dp", "cp", "ep", "zero", "sequence_parallel")
+    if again == "selective" and software.selective != "core":
+        again = software.selective
     warmup, alive = SCHEDULES.get(layout.schedule, (1.0, 1.0))
     virtual = (layout.virtual_stages or 2) if layout.schedule == "interleaved-1f1b" and layout.pp > 1 else 1
     return {name: getattr(layout, name) for name in of} | {
         "b": layout.micro_batch, "microbatches": max(1.0, global_batch / (layout.dp * layout.micro_batch)),
         "virtual": virtual, "etp": layout.expert_tensor, "shard": layout.shards,
-        "recompute": RECOMPUTE.index("operators" if operators else again), "warmup": warmup, "alive": alive,
+        "recompute": RECOMPUTE.index(again), "warmup": warmup, "alive": alive,
     }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ class Software(Section):
     attention: AttentionKernel  # Attention kernel, if a publication does not name one
     gradient_bytes: PositiveInt  # Bytes per element of gradients accumulated over micro-batches
     reduce_bytes: PositiveInt  # Bytes per element of gradients while they are reduced
+    optimizer_bytes: PositiveInt = 12  # Bytes per parameter: weights in fp32 and Adam's two moments
     # Whether the products of weights' gradients add to the sum over micro-batches (Megatron-LM's
     # `gradient_accumulation_fusion`), instead of a kernel that reads each gradient and the sum
     fused_accumulation: bool = False
@@ -45,9 +46,10 @@ class Software(Section):
     # Whether a layer that meets a balanced stage's share exactly belongs to that stage, not to the next
     ties_first: bool = False
     fused_norm: bool = True  # Whether a norm is one kernel
-    # What selective recomputation recomputes: attention's core (Korthikanti et al. 2022), or all except every second
-    # product and attention (torchtitan's policy).
-    selective: Literal["core", "operators"] = "core"
+    # What selective recomputation recomputes: attention's core (Korthikanti et al. 2022); all except the products with
+    # weights, in kernels that compute other things too (XLA; JAX's `checkpoint_dots_with_no_batch_dims`); or all except
+    # every second product and attention (torchtitan's policy).
+    selective: Literal["core", "products", "operators"] = "core"
     dropout: bool = False  # Whether dropout masks are stored
     unit_messages: PositiveInt = 1  # Collectives per layer for its parameters under ZeRO-3
     # Whether ZeRO-3 in a pipeline gathers a stage's parameters once a step and reduces its gradients once: both stay
@@ -75,14 +77,17 @@ class Software(Section):
     kept_bytes: PositiveFloat = 2
     # Whether the inputs of products in 8 and 4 bits are stored as they are multiplied, in 8
     keeps_quantised: bool = False
-    # Whether the backward makes the outputs of norms, and heads from their latents, again
+    # Whether the backward makes heads from their latents again
     recomputes_heads: bool = False
+    recomputes_norms: bool = False  # Whether it makes the outputs of norms again
+    # Whether it makes the inputs of a feed-forward block's last product again
+    recomputes_activation: bool = False
     # Whether a recomputed layer leaves out what no gradient needs: its last product, and the sum of its result
     drops_unused: bool = False
     offloads_heads: bool = False  # Whether it finds queries, keys and values in the host's memory
     # Layers of a rank whose stored tensors wait in the host's memory for their backward (Megatron-Core's
-    # `cpu_offloading_num_layers`); they travel while other layers are computed
-    offloaded_layers: NonNegativeInt = 0
+    # `cpu_offloading_num_layers`), as a number of whole layers; they travel while other layers are computed
+    offloaded_layers: NonNegativeFloat = 0
     # Whether latent attention's values get zeros up to the width of queries, for kernels that take equal widths
     pads_values: bool = False
     # Whether a token's row is sent once to each node that has experts of it, and copied there (DeepEP, HybridEP)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.planning.cost.batched_runs import Runs
+from shoal.planning.cost.batched_runs import RECOMPUTE, Runs
 from shoal.planning.cost.memory.published_software import FULL, footprint
 from shoal.planning.cost.shares import split_layers, weights_on_rank
 from shoal.planning.cost.time.step import step
@@ -104,6 +104,41 @@ def test_inputs_of_products_are_kept_in_8_bits_where_they_are_multiplied_so() ->
 def test_layers_in_the_memory_of_the_host_keep_nothing() -> None:
     half, none, all_of_them = (allocated(offloaded_layers=n) for n in (16, 32, 99))
     assert allocated() - half == pytest.approx(half - none) and half > none == all_of_them
+
+
+def test_what_the_backward_makes_again_is_not_kept() -> None:
+    """Outputs of two norms, which tensor-parallel ranks split; the input of a block's last product."""
+    of_layers = 32 * 2 * 8192 / 4
+    assert allocated() - allocated(recomputes_norms=1) == pytest.approx(of_layers * 2 * 4096)
+    assert allocated() - allocated(recomputes_activation=1) == pytest.approx(of_layers * 14336)
+    plain, norms, activation = (
+        float(step(Runs.from_rows([SPLIT | change]), calibration()).seconds[0])
+        for change in ({}, {"recomputes_norms": 1}, {"recomputes_activation": 1})
+    )
+    assert plain < norms and plain < activation
+
+
+def test_of_products_with_weights_all_but_the_last_are_kept() -> None:
+    """MaxText's `minimal`: a layer's input, queries, keys, values, attention's output, gate and up."""
+    products = RECOMPUTE.index("products")
+    in_a_layer = 4096 + (4096 + 2 * 1024) + 4096 + 2 * 14336
+    one, two = (allocated(recompute=products, b=b, layers=64) - allocated(recompute=products, b=b) for b in (1, 2))
+    assert two - one == pytest.approx(32 * 2 * 8192 * in_a_layer / 4)
+    assert allocated(recompute=RECOMPUTE.index("full")) < allocated(recompute=products) < allocated(recompute=1)
+
+
+def test_no_more_micro_batches_are_alive_than_there_are() -> None:
+    """Interleaved stages start with more than pp micro-batches' worth, where a step has more."""
+    row = LLAMA | {"pp": 4, "virtual": 2, **ROOM}
+    runs = Runs.from_rows([row | {"microbatches": m} for m in (1, 2, 4, 8)])
+    kept = footprint(runs, calibration()).ranks[0].activations
+    assert kept / kept[0] == pytest.approx([1, 2, 4, 4 * (1 + 3 / 8)])
+
+
+def test_an_optimizer_in_16_bits_has_less_for_each_parameter() -> None:
+    runs = Runs.from_rows([SPLIT | {"optimizer_bytes": n} for n in (12, 4)])
+    full, half = footprint(runs, calibration()).ranks[0].optimizer
+    assert full == pytest.approx(3 * half)
 
 
 def test_a_loss_that_writes_over_the_logits_needs_two_bytes_for_each() -> None:

@@ -19,7 +19,6 @@ from shoal.spec.catalog.calibration import Calibration
 
 FULL = 0.95  # part of the memory above which an allocator finds no free block
 FITS = 1.1  # the same above which a run does not fit: 90 % of estimates of memory are within 10 %
-OPTIMIZER = 12.0  # bytes per parameter: weights in fp32 and Adam's two moments
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ def _ranks(k: Kernels) -> tuple[RankBytes, RankBytes, RankBytes]:
     r, (first_layers, most_layers, last_layers), alone = k.runs, split_layers(k.runs), k.runs.pp == 1
     kept, again = _layer(k)
     chunks = 1 + np.where(r.virtual > 1, (r.pp - 1) / (r.pp * r.virtual), 0.0)
-    alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
-    after = np.where(r.pp > 2, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive, 0.0)
+    alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp * chunks * r.alive))
+    after = np.where(r.pp > 2, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1) * chunks * r.alive), 0.0)
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
     unsplit = r.unsplit_logits > 0  # the gathered copy in fp32, and its gradient
     each = np.where(r.fused_loss > 0, E, k.constant("logit_bytes"))
@@ -162,23 +161,28 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     r, (q, kv) = k.runs, k.widths
     between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
     norms = k.constant("kept_hidden") + k.constants["kept_norm"] * (1 - r.fused_norm)
-    normed = 1 - r.recomputes_heads  # whether outputs of norms are stored
+    normed = 1 - r.recomputes_norms  # whether outputs of norms are stored
     narrow = r.keeps_quantised * r.quantised  # attention stores its result in 16 bits, the next product in 8
     each = np.where(narrow > 0, 1.0, r.kept_bytes)  # bytes of an input of a product
     hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + normed * 2 * inputs * each)
     out, made = r.heads * r.values / r.tp, E * r.tokens * (q + 2 * kv)
-    heads = r.tokens * ((E + narrow) * out + 4 * r.heads / r.tp) + normed * made
+    heads = r.tokens * ((E + narrow) * out + 4 * r.heads / r.tp) + (1 - r.recomputes_heads) * made
     heads = heads + E * r.latents * (between + normed * r.tokens)  # latents, and normalised
     scores = r.b / r.cp * r.heads / r.tp * r.s**2
     score_bytes = 2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)
     softmax = np.where(k.scores_in_memory, scores * score_bytes, 0.0)
     inside = r.kept_bytes * (np.where(r.gated > 0, r.kept_ffn, 2.0) - 1) + each  # the last product's input is one
-    full = hidden + heads + softmax + inside * r.tokens * r.ffn * r.active / r.tp
+    inside = inside - r.recomputes_activation * each
+    block = r.tokens * r.ffn * r.active / r.tp  # elements of a tensor inside a feed-forward block
+    full = hidden + heads + softmax + inside * block
     mode = r.code("recompute")
     start = E * between * r.hidden
     # Every second product of (q, k, v, output, gate, up, down), starting with q; and the attention core's output.
-    products = E * (r.tokens * (2 * q + kv + r.ffn * r.active / r.tp) + r.gated * between * r.hidden)
-    kept = np.choose(mode, [full, full - softmax, start, start + products + 4 * r.tokens * r.heads / r.tp])
+    second = E * (r.tokens * (2 * q + kv) + block + r.gated * between * r.hidden)
+    second = second + 4 * r.tokens * r.heads / r.tp
+    # All of these products but the last, which no gradient needs.
+    products = made + E * (1 + r.gated) * block + start
+    kept = np.choose(mode, [full, full - softmax, start, start + second, start + products])
     return kept, np.where(mode >= 2, full, r.recomputes_heads * made)
 
 
@@ -209,8 +213,8 @@ def _rank(
     activations, unread = np.maximum(layers - r.offloaded_layers, 0) * alive * kept, _unread(k, layers, alive)
     holes = np.where(r.microbatches > r.pp, k.constant("fragmentation"), 0.0)
     return RankBytes(
-        np.where(replicated, E * weights, 0.0), gradients, share * (OPTIMIZER + r.shard_copies * sharded), activations,
-        gathered, beside, share * c["update_bytes"], holes * (activations + beside + unread),
+        np.where(replicated, E * weights, 0.0), gradients, share * (r.optimizer_bytes + r.shard_copies * sharded),
+        activations, gathered, beside, share * c["update_bytes"], holes * (activations + beside + unread),
         np.where((r.tp > 1) & (r.is_gpu > 0), r.split_holes, 0.0) * (activations + beside), unread,
         np.full(r.size, c["base"] * GB),
     )

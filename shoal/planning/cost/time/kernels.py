@@ -301,14 +301,18 @@ class Kernels:
         """Seconds of a layer's recomputation, by `RECOMPUTE`.
 
         "operators" is torchtitan's selective policy (its `activation_checkpoint.py`): every second product, and
-        everything except products, attention and reduce-scatters; so, for each exchange, the gather.
+        everything except products, attention and reduce-scatters; so, for each exchange, the gather. In "products",
+        a compiler's, norms and activations are computed in the kernels that read them.
         """
         r, operators = self.runs, self.products / 2 + self.elements + self.exchange
         norms = 2 * 2 * E * self.tokens_between * r.hidden / self.hbm  # each reads and writes a hidden state
-        heads = r.recomputes_heads * (np.where(r.rotary_dim > 0, self.expansion, 0.0) + norms)
+        parts = r.recomputes_heads * np.where(r.rotary_dim > 0, self.expansion, 0.0) + r.recomputes_norms * norms
+        activation = (2 + r.gated) * E * r.tokens * r.ffn * r.active / r.tp / self.hbm  # gate, up and their product
+        parts = parts + r.recomputes_activation * activation
         unused = r.drops_unused * (1 - r.routed) * (self.last_product + self.exchange)
         unused = unused + r.offloads_heads * self.heads_product
-        return np.choose(r.code("recompute"), [heads, self.attention[0] + heads, self.forward - unused, operators])
+        core = self.attention[0] + parts
+        return np.choose(r.code("recompute"), [parts, core, self.forward - unused, operators, core])
 
     @cached_property
     def backward(self) -> np.ndarray:
