@@ -26,11 +26,7 @@ _ACCELERATORS = (  # word, GB of memory, name in the catalog, node; the first ma
     ("v5e", "", "tpu-v5e", "v5e"), ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
 )  # fmt: skip
 _EXPOSED_GATHERS = 14_018_000  # first job of nanotron's benchmark whose times have a backward's gathers in full
-_OFFLOADED = {  # layers, by model, accelerator and number format
-    ("llama3-70b", "GB300", "bf16"): 30, ("llama3-70b", "GB300", "fp8"): 20, ("llama3-70b", "GB200", "bf16"): 20,
-    ("llama3-70b", "GB200", "fp8"): 40, ("llama3-70b", "B200", "fp8"): 5,
-}  # fmt: skip
-VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
+VOCABULARY, BERT = 51200, 30592  # GPT-2's, and that of BERT in English; padded, as Megatron-LM does
 _NETWORKS = (("efa", "efa"), ("omni", "omni-path"), ("roce", "roce"), ("nics", "roce"))
 _PER_NODE = (  # bandwidth between nodes: the product of the numbers, Gb/s
     r"(\d+) ?x ?(\d+) ?Gb", r"(\d+)x? (?:Omni-Path )?(?:links per node \()?(\d+) ?Gb", r"inter (\d+) ?Gb/s per node",
@@ -107,8 +103,8 @@ def leaving(row: Row, node: Node, per_node: float) -> float:
 
 
 def vocabulary(row: Row) -> int:
-    """Return the vocabulary where none is published: GPT-2's, unpadded in vTrain's `src/config.py`."""
-    return 50257 if _of_vtrain(row) else VOCABULARY
+    """Return the vocabulary where none is published: BERT's or GPT-2's, unpadded in vTrain's `src/config.py`."""
+    return 50257 if _of_vtrain(row) else BERT if "bert" in (row.get("model") or "") else VOCABULARY
 
 
 def _of_vtrain(row: Row) -> bool:
@@ -138,8 +134,8 @@ def recomputed(row: Row) -> str | None:
         return "none"
     if "op-level" in text:  # torchtitan's, of torch.utils.checkpoint's selective policies
         return "operators"
-    if text.startswith("minimal"):  # MaxText's: products are kept, attention's core is not
-        return "selective"
+    if text.startswith("minimal"):  # MaxText's: products with weights are kept, and nothing else
+        return "products"
     if text.startswith("qkv_proj"):  # MaxText's: queries, keys and values are kept, or offloaded
         return "full"
     return next((mode for mode in ("selective", "full") if text.startswith(mode)), None)
@@ -266,16 +262,11 @@ def fuses_loss(row: Row, default: bool) -> bool:
     return default or "Megatron-Bridge" in (row.get("framework") or "")
 
 
-def offloaded_layers(row: Row) -> int:
-    """Return the layers whose stored tensors wait in the host's memory.
-
-    Megatron-Bridge's recipes of Llama-3-70B with FSDP set `cpu_offloading_num_layers` (`scripts/performance/configs/
-    llama/llama3_workload_base_configs.py`).
-    """
-    if "Megatron-Bridge" not in (row.get("framework") or "") or row.get("dp_mode") != "FSDP":
-        return 0
-    width = "bf16" if "BF16" in (row.get("precision") or "") else "fp8"
-    return _OFFLOADED.get((row.get("model") or "", row.get("gpu") or "", width), 0)
+def offloaded_layers(row: Row) -> float:
+    """Return the layers of a rank whose stored tensors wait in the host's memory: as stated, or by the stated part."""
+    part = re.search(r"activation offload ratio alpha=([\d.]+)", row.get("note") or "")
+    of_rank = (number(row, "layers") or 0) / (number(row, "pp") or 1)
+    return float(part[1]) * of_rank if part else number(row, "offloaded_layers") or 0
 
 
 def expert_tensor(row: Row) -> int | None:

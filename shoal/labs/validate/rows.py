@@ -18,6 +18,7 @@ from shoal.base.errors import UsageError, divisors
 from shoal.base.files import read_csv
 from shoal.labs.validate import columns
 from shoal.labs.validate.columns import Row, number, stated
+from shoal.labs.validate.configurations import complete
 from shoal.planning.cost.batched_runs import Runs, describe_row
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
@@ -32,6 +33,7 @@ from shoal.spec.layout import Layout
 STEPS = ("measured", "measured_oom", "measured_memory", "example_log")  # kinds of rows: a full step of a full model
 RUN = ("seq", "n_gpus")
 COLUMNS = ("row_id", "kind", "status", "heads", *columns.SHAPE, *RUN)
+SELECTIVE = {"selective": "core", "products": "products", "operators": "operators"}  # `Software.selective`, by mode
 HEAD = 128  # head dim if the number of heads is not stated
 SOURCE = "a published row"
 OLD_PIPELINE = 0.3  # `Software.split_holes` of nanotron's pipelines before the fix, by which of them failed
@@ -69,6 +71,7 @@ def read_row(row: Row, file: str) -> Point:
         Inexpressible: the row cannot become a point; says why.
         UsageError: `shoal.estimate` refuses it, or the accelerator has no peak in the catalog.
     """
+    row = complete(row)
     if row.get("kind") not in STEPS:
         raise Inexpressible(f"kind {row.get('kind') or 'not stated'}")
     if row.get("status") not in ("ok", "oom"):
@@ -157,7 +160,7 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
         "dp": dp, "zero": stage, "zero_shard": shard if stage and shard < dp else None, "tp": tp, "pp": pp, "cp": cp,
         "ep": number(row, "ep") or 1, "etp": columns.expert_tensor(row), "micro_batch": each,
         "sequence_parallel": columns.splits_between(row, tp, software.name),
-        "recompute": {"": software.recompute, "operators": "selective"}.get(mode, mode),
+        "recompute": "selective" if mode in SELECTIVE else mode or software.recompute,
         "virtual_stages": virtual if virtual > 1 else None, "schedule": columns.schedule(row, virtual),
     }), batch  # fmt: skip
 
@@ -217,9 +220,13 @@ def _shape(row: Row, known: _Known, named: ModelShape | None) -> ModelShape:
 def _software(row: Row, software: Software) -> Software:
     """Return the software with what the row says of its kernels and versions."""
     mode, old = columns.recomputed(row), columns.has_old_pipeline(row)
+    again = row.get("recompute_modules") or ""  # names of Megatron-Core's `recompute_modules`
     return software.model_copy(update={
         "attention": columns.attention(row, software.attention),
-        "selective": {"selective": "core", "operators": "operators"}.get(mode or "", software.selective),
+        "selective": SELECTIVE.get(mode or "", software.selective),
+        "recomputes_norms": software.recomputes_norms or "layernorm" in again,
+        "recomputes_activation": software.recomputes_activation or "moe_act" in again,
+        "optimizer_bytes": int(number(row, "optimizer_bytes") or software.optimizer_bytes),
         "fused_norm": software.fused_norm or "RMS" in (row.get("attn_kernel") or ""),
         "reduced_apart": software.reduced_apart * (not old), "ties_first": software.balanced and old,
         "split_holes": OLD_PIPELINE if old else software.split_holes, "hides_gathers": columns.hides_gathers(row),

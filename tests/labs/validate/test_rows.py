@@ -258,6 +258,26 @@ def test_recipes_that_keep_layers_in_the_memory_of_the_host(gpu: str, precision:
         assert found.offloaded_layers == expected
 
 
+def test_a_published_part_of_activations_waits_in_the_memory_of_the_host() -> None:
+    note = "activation offload ratio alpha=0.355; ckpt=no"
+    found = read_row(row(layout=(2, 2, 4), note=note, step_time_s=1), "file").run
+    assert found.software.offloaded_layers == pytest.approx(0.355 * found.shape.layers / 4)
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("minimal", "products"), ("full", "products"), ("selective", "core")])
+def test_what_selective_recomputation_keeps_in_published_runs(policy: str, kept: str) -> None:
+    given = row(framework="MaxText", recompute=policy, step_time_s=1)
+    assert read_row(given, "file").run.software.selective == kept
+
+
+def test_the_vocabulary_of_a_published_bert() -> None:
+    sizes = {
+        model: read_row(row(model="small", vocab="", step_time_s=1) | {"model": model}, "file").run.shape.vocab
+        for model in ("bert-L24", "gpt2-L24")
+    }
+    assert sizes == {"bert-L24": 30592, "gpt2-L24": 51200}
+
+
 def test_times_from_throughput_and_none_from_what_did_not_fit() -> None:
     assert read_row(row(tokens_per_s_per_gpu=1000), "file").seconds == pytest.approx(64 * 2048 / (1000 * 8))
     assert read_row(row(kind="measured_oom", status="oom", step_time_s=1), "file").seconds is None
