@@ -86,7 +86,7 @@ class Software(Section):
     drops_unused: bool = False
     offloads_heads: bool = False  # Whether it finds queries, keys and values in the host's memory
     # Layers of a rank whose stored tensors wait in the host's memory for their backward (Megatron-Core's
-    # `cpu_offloading_num_layers`), as a number of whole layers; they travel while other layers are computed
+    # `cpu_offloading_num_layers`), in layers or parts of one; they travel while other layers are computed
     offloaded_layers: NonNegativeFloat = 0
     # Whether latent attention's values get zeros up to the width of queries, for kernels that take equal widths
     pads_values: bool = False
