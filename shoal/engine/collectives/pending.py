@@ -55,9 +55,9 @@ class Then:
 
 @dataclass
 class Done:
-    """A completed collective, with the temporary buffer that it would need until then."""
+    """A completed collective, with the tensors that it would need until then."""
 
-    buffer: Tensor | None = None
+    kept: tuple[Tensor, ...] = ()
 
     def wait(self) -> None:
         pass
@@ -81,7 +81,7 @@ class DryTransport:
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Done:
         exchanged = self.by_gloo and len(self.ranks) == 2 and op == dist.ReduceOp.SUM
-        return Done(torch.empty_like(x) if exchanged else None)
+        return Done((torch.empty_like(x),) if exchanged else ())
 
     def all_gather(self, out: Tensor, part: Tensor) -> Done:
         if not isinstance(out, FakeTensor) or (out.is_cuda and not out.is_floating_point()):
@@ -89,7 +89,7 @@ class DryTransport:
         return Done()
 
     def reduce_scatter(self, part: Tensor, full: Tensor) -> Done:
-        return Done(torch.empty_like(full) if self.by_gloo else None)
+        return Done((full, torch.empty_like(full)) if self.by_gloo else (full,))
 
     def send(self, x: Tensor, to: int) -> Done:
         return Done()

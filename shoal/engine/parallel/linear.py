@@ -30,7 +30,14 @@ from shoal.engine.compiler import untraced
 from shoal.engine.kernels.swiglu import swiglu
 from shoal.engine.parallel.float8_encoding import Encoded
 from shoal.engine.parallel.float8_product import Float8Product
-from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
+from shoal.engine.parallel.overlap import (
+    SEQUENCE,
+    ChunkedEntry,
+    ChunkedExit,
+    GatheredEntry,
+    RingEntry,
+    RingExit,
+)
 from shoal.engine.parallel.placement import ParamPlacement, keep_box
 from shoal.engine.parallel.symmetric import SymmetricEntry, SymmetricExit
 from shoal.engine.parallel.weight_grad import (
@@ -79,10 +86,29 @@ class TensorParallel:
     gather_hidden = gather_input  # this rank's part of the hidden state -> [b, s, h]; on a grid, h is split too
     reduce_hidden = reduce_output  # and back
 
+    def multiply(
+        self, x: Tensor, layers: Sequence[Linear], *, tokenwise: bool = False, biased: bool = True, joined: bool = False
+    ) -> Sequence[Tensor]:
+        """Compute the products at the start of a block: [b, s, h] (or [b, s/tp, h]) -> [b, s, out/tp] of each layer.
+
+        With sequence parallelism backward gathers x again, unless it needs its codes (`Linear.product`).
+        """
+        if self.overlap or (self.sequence_parallel and all(layer.product is None for layer in layers)):
+            return self._multiply_entering(x, layers, tokenwise, biased, joined)
+        return multiply(self.gather_input(x), layers, biased=biased, joined=joined)
+
+    @untraced
+    def _multiply_entering(
+        self, x: Tensor, layers: Sequence[Linear], tokenwise: bool, biased: bool, joined: bool
+    ) -> Sequence[Tensor]:
+        return multiply(x, layers, self.entry(tokenwise), biased=biased, joined=joined)
+
     def entry(self, tokenwise: bool) -> NoComm:
-        """Return `gather_input` fused with the products after it; ``tokenwise`` if token order does not matter."""
+        """Return `gather_input` as a part of the products after it; ``tokenwise`` if token order does not matter."""
         if not self.sequence_parallel:
             return ChunkedEntry(self.group)
+        if not self.overlap:
+            return GatheredEntry(self.y)
         return (SymmetricEntry if self.symmetric else RingEntry)(self.group, tokenwise)
 
     def exit(self, tokenwise: bool) -> NoComm:
@@ -248,7 +274,7 @@ def multiply(
         return [F.linear(x, layer.weight, bias) for layer, bias in zip(layers, biases, strict=True)]
     if torch.compiler.is_compiling():
         return _multiply_compiled(x, layers, biases, joined=joined)
-    waits = layers[0].at is not None  # for the collective of its region; an unsplit layer is in none
+    waits = comm is NO_COMM and layers[0].at is not None  # for its region's collective; an unsplit layer is in none
     weights = [layer.weight for layer in layers]
     return LinearFunction.apply(sink, comm, joined, waits, len(layers), x, *weights, *biases)
 
@@ -294,9 +320,7 @@ class ColumnLinear(Linear):
 
     def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
         """Compute outputs [b, s, out/tp] after one collective that gathers the shared input."""
-        if self.at.overlap:
-            return multiply(x, layers, self.at.entry(self.tokenwise), joined=joined)
-        return multiply(self.enter(x), layers, joined=joined)
+        return self.at.multiply(x, layers, tokenwise=self.tokenwise, joined=joined)
 
     def enter(self, x: Tensor) -> Tensor:
         return self.at.gather_hidden(x)

@@ -20,13 +20,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import Pending, start_all_reduce, start_shift
-from shoal.engine.parallel.weight_grad import Meanwhile, NoComm
+from shoal.engine.collectives.ops import (
+    Pending,
+    all_gather,
+    all_gather_flat,
+    start_all_reduce,
+    start_reduce_scatter,
+    start_shift,
+)
+from shoal.engine.parallel.weight_grad import NO_COMM, Meanwhile, NoComm, sum_products
 
 SEQUENCE = 1  # dim of [b, s, h] that sequence parallelism splits
 CHUNKS = 2  # chunks per all-reduce: more hide more communication, but make smaller products
@@ -124,15 +132,54 @@ def scatter_products(
 
 
 @dataclass(frozen=True)
-class RingEntry(NoComm):
-    """Entry of a region with sequence parallelism: all-gather, then multiply."""
+class GatheredEntry(NoComm):
+    """Entry of a region with sequence parallelism: all-gather, then multiply.
+
+    A rank keeps its part of the input and gathers the input again in backward, while it computes the gradient of the
+    input, which is reduce-scattered while the weight gradients are computed (Korthikanti et al. 2022, section 4.2.2).
+    """
 
     group: Group
-    tokenwise: bool
+    tokenwise: bool = False
+
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        return x, NO_COMM.forward(all_gather(x, self.group, SEQUENCE), weights, biases)[1]
+
+    def start_gather(self, kept: Tensor) -> Callable[[], Tensor]:
+        parts = kept.new_empty(self.group.size(), *kept.shape)
+        work = all_gather_flat(parts.view(-1), kept.contiguous().view(-1), self.group)
+
+        @cache
+        def wait() -> Tensor:
+            work.wait()
+            return parts.flatten(0, 1) if self.tokenwise or len(kept) == 1 else torch.cat(parts.unbind(0), SEQUENCE)
+
+        return wait
+
+    def sum(self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Callable[[], object]) -> Tensor:
+        d_x, work = start_reduce_scatter(sum_products(gradients, factors), self.group, SEQUENCE)
+        meanwhile()
+        work.wait()
+        return d_x
+
+
+@dataclass(frozen=True)
+class RingEntry(GatheredEntry):
+    """`GatheredEntry` around the ring: each part is multiplied while the next arrives."""
+
+    chunked = True
     gather = staticmethod(gather_products)
 
-    def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return self.gather(x, factors, self.group, self.tokenwise)
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        _, results = self.gather(x, [weight.t() for weight in weights], self.group, self.tokenwise)
+        for y, bias in zip(results, biases, strict=True):
+            if bias is not None:
+                y += bias
+        return x, results
 
     def sum(self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Callable[[], object]) -> Tensor:
         return scatter_products(gradients, factors, self.group, self.tokenwise, meanwhile)
@@ -142,12 +189,16 @@ class RingEntry(NoComm):
 class RingExit(NoComm):
     """Exit of a region with sequence parallelism: multiply, then reduce-scatter."""
 
+    chunked = True
     group: Group
     tokenwise: bool
     gather = staticmethod(gather_products)
 
-    def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return x, [scatter_products([x], factors, self.group, self.tokenwise)]
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return x and the sum without a bias, which is added once to it."""
+        return x, [scatter_products([x], [weight.t() for weight in weights], self.group, self.tokenwise)]
 
     def backward(
         self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
@@ -161,6 +212,7 @@ class RingExit(NoComm):
 class ChunkedEntry(NoComm):
     """Entry of a region without sequence parallelism: all-reduce in backward."""
 
+    chunked = True
     group: Group
 
     def sum(self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Callable[[], object]) -> Tensor:
@@ -171,10 +223,14 @@ class ChunkedEntry(NoComm):
 class ChunkedExit(NoComm):
     """Exit of a region without sequence parallelism: all-reduce in forward."""
 
+    chunked = True
     group: Group
 
-    def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return x, [reduced_products([x], factors, self.group)]
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return x and the sum without a bias, which is added once to it."""
+        return x, [reduced_products([x], [weight.t() for weight in weights], self.group)]
 
 
 def reduced_products(

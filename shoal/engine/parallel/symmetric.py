@@ -73,5 +73,7 @@ class SymmetricExit(RingExit):
 
     gather = staticmethod(gather_products)
 
-    def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return x, [scatter_product(x, factors[0], self.group, self.tokenwise)]
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        return x, [scatter_product(x, weights[0].t(), self.group, self.tokenwise)]

@@ -48,6 +48,14 @@ class Grid(TensorParallel):
         """Gather the hidden state: [b, s, h/x] or [b, s/y, h/x] -> [b, s, h]."""
         return gather_from(self.gather_input(x), self.x, HIDDEN)
 
+    multiply_along_y = TensorParallel.multiply  # by a part of the weights along x, too
+
+    def multiply(
+        self, x: Tensor, layers: Sequence[Linear], *, tokenwise: bool = False, biased: bool = True, joined: bool = False
+    ) -> Sequence[Tensor]:
+        """Compute the products of the gathered hidden state, which backward keeps."""
+        return multiply(self.gather_hidden(x), layers, biased=biased, joined=joined)
+
     @untraced
     def reduce_hidden(self, x: Tensor) -> Tensor:
         """Reduce to this rank's part: [b, s, h] -> [b, s, h/x] or [b, s/y, h/x]."""
@@ -106,7 +114,7 @@ class ColumnLinear2D(Linear):
         users = [
             min(at.x.size(), max(1, at.size // layer.heads())) for layer in layers if isinstance(layer, ColumnLinear2D)
         ]
-        results = at.own_units(multiply(at.gather_input(x), layers, biased=False), users)
+        results = at.own_units(at.multiply_along_y(x, layers, biased=False), users)
         return [y if layer.bias is None else y + layer.bias for y, layer in zip(results, layers, strict=True)]
 
 

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,11 @@ class GradSink:
         """Group weights that are adjacent in memory, and all trained or all frozen, into one matrix each."""
         return [slice(0, len(weights))] if self._are_one(weights) else [slice(i, i + 1) for i in range(len(weights))]
 
+    @property
+    def deferring(self) -> bool:
+        """Whether terms wait for the second half of a split backward."""
+        return self.parameters is not None and self.parameters.deferring
+
     def _are_one(self, weights: Sequence[Any]) -> bool:
         kinds = {None if w is None else w.requires_grad for w in weights}
         if kinds == {None}:  # absent biases
@@ -108,12 +113,23 @@ class NoComm:
     """Products of one input with several matrices, without communication.
 
     Subclasses (`shoal.engine.parallel.overlap`) gather the input from the ranks that split a layer, or sum the result
-    over them, chunk by chunk during the product.
+    over them.
+
+    Attributes:
+        chunked: whether the products are computed in chunks, while others are transferred.
     """
 
-    def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return (full input, which dW needs; products) of x and factors [in, out]."""
-        return x, [x @ factor for factor in factors]
+    chunked: ClassVar[bool] = False
+
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return (what `start_gather` needs of x, [.., in]; x W_i^T + b_i, [.., out_i])."""
+        return x, [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+    def start_gather(self, kept: Tensor) -> Callable[[], Tensor]:
+        """Start gathering the input of the products again; the returned function waits for it."""
+        return lambda: kept
 
     def backward(
         self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
@@ -142,6 +158,26 @@ def sum_products(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
     return total
 
 
+class _Input:
+    """Input of products, gathered again at the latest for the first weight gradient, and freed with the last."""
+
+    def __init__(self, start_gather: Callable[[], Callable[[], Tensor]], uses: int):
+        self.uses, self._start_gather = uses, start_gather
+        self._wait: Callable[[], Tensor] | None = None
+
+    def start(self) -> Callable[[], Tensor]:
+        self._wait = self._wait or self._start_gather()
+        return self._wait
+
+    def take(self) -> Tensor:
+        """Return the input, one of the expected times."""
+        x = self.start()()
+        self.uses -= 1
+        if not self.uses:
+            self._wait = None
+        return x
+
+
 class LinearFunction(torch.autograd.Function):
     """Linear products x W_i^T + b_i of one input with several matrices."""
 
@@ -159,33 +195,34 @@ class LinearFunction(torch.autograd.Function):
         biases = parameters[n:]
         ctx.sink, ctx.comm, ctx.waits, ctx.weights, ctx.biases = sink, comm, waits, weights, biases
         ctx.parts = [slice(0, n)] if joined else [slice(i, i + 1) for i in range(n)]
-        alone = comm is NO_COMM and x.device.type == "cpu" and min(map(len, weights)) >= ALONE
+        alone = not comm.chunked and x.device.type == "cpu" and min(map(len, weights)) >= ALONE
         ctx.runs = ctx.parts if alone else sink.group_adjacent(weights)
         factors: Sequence[Tensor] = [join_adjacent(weights)] if joined else weights
         added = [join_adjacent(held) if (held := [b for b in biases if b is not None]) else None] if joined else biases
-        if comm is NO_COMM:
-            results = [F.linear(x, factor, bias) for factor, bias in zip(factors, added, strict=True)]
-        else:
-            x, results = comm.forward(x, [factor.t() for factor in factors])
-            for y, bias in zip(results, added, strict=True):
-                if bias is not None:
-                    y += bias
-        ctx.save_for_backward(x, *weights)  # recomputation replaces these by a new x and other views of the weights
+        kept, results = comm.forward(x, factors, added)
+        ctx.save_for_backward(kept, *weights)  # recomputation replaces these by a new x and other views of the weights
         return tuple(results)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
-        x, *weights = ctx.saved_tensors
-        sink, n = ctx.sink, len(weights)
+        kept, *weights = ctx.saved_tensors
+        sink, comm, n = ctx.sink, ctx.comm, len(weights)
         *_, x_wanted = ctx.needs_input_grad[:6]
         wanted = ctx.needs_input_grad[6:]
         direct: list[Tensor | None] = [None] * (2 * n)  # for autograd
 
+        # Without autograd history, which terms that wait would hold.
+        x = _Input(partial(comm.start_gather, kept.detach()), uses=sum(wanted[run.start] for run in ctx.runs))
+        if x.uses and not sink.deferring:
+            x.start()  # it arrives while the gradient of x is computed
+
         def add_terms(gradients: list[Tensor]) -> None:
+            if comm is not NO_COMM:
+                sink.flush()
             for run, gradient in zip(ctx.runs, gradients, strict=True):
                 if not wanted[run.start]:
                     continue  # frozen
-                term = partial(accumulate_product, gradient, x.detach())  # without x's autograd history
+                term = partial(_accumulate_gathered, gradient, x)
                 if sink.parameters is None:
                     direct[run.start] = torch.empty_like(weights[run.start])
                     term(direct[run.start], True)
@@ -203,7 +240,7 @@ class LinearFunction(torch.autograd.Function):
             else:
                 sink.add(ctx.biases[run], partial(_add_rows, gradient))
         joined = [torch.cat(few, -1) if len(few := gradients[run]) > 1 else few[0] for run in ctx.runs]
-        d_x = ctx.comm.backward(joined, [join_adjacent(weights[run]) for run in ctx.runs], add_terms, x_wanted)
+        d_x = comm.backward(joined, [join_adjacent(weights[run]) for run in ctx.runs], add_terms, x_wanted)
         return None, None, None, None, None, d_x, *direct
 
 
@@ -301,6 +338,10 @@ def accumulate_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) 
         add_product(total, d_y, x, fresh)
     else:
         add_gradient(d_y.t() @ x, total, fresh)
+
+
+def _accumulate_gathered(gradient: Tensor, x: _Input, total: Tensor, fresh: bool) -> None:
+    accumulate_product(gradient, x.take(), total, fresh)
 
 
 def _add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:

@@ -116,7 +116,6 @@ class Runs:
     sliced: np.ndarray = _optional(0)
     reduced_apart: np.ndarray = _optional(0)
     split_holes: np.ndarray = _optional(0)
-    gathers_kept: np.ndarray = _optional(0)
     hides_gathers: np.ndarray = _optional(0)
     unsplit_logits: np.ndarray = _optional(0)
     fused_norm: np.ndarray = _optional(1)  # 1 if a norm is one kernel

@@ -66,8 +66,7 @@ class Software(Section):
     # parts of tensors lie between full ones that are freed. By which published runs failed; none where torch's
     # allocator has `expandable_segments`, or a compiler places tensors
     split_holes: NonNegativeFloat = 0.1
-    gathers_kept: bool = False  # Whether sequence parallelism stores the gathered inputs of each block for backward
-    hides_gathers: bool = False  # Whether it gathers them again while gradients are computed, and nothing waits
+    hides_gathers: bool = False  # Whether backward gathers inputs again while it computes gradients, and nothing waits
     unsplit_logits: bool = False  # Whether the loss reads full-vocabulary logits on every tensor-parallel rank
     fused_loss: bool = False  # Whether the loss writes the gradient of the logits in their place
     # Tensors of [b, s, f] that a gated block stores: gate, up, the activation and the product. A fused kernel stores no

@@ -123,17 +123,18 @@ def test_a_layer_of_tensor_parallelism_sends_four_all_reduces(pool: Pool, ranks:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_ring_sends_what_the_collectives_do(pool: Pool, ranks: int) -> None:
     """With sequence parallelism a layer gathers twice and scatters twice in each direction, (n-1)/n of [b, s, h] each;
-    around the ring these are messages of one part."""
+    around the ring these are messages of one part. Backward gathers the inputs of two blocks, and of the head, again."""
     apart, ring = (tensor_run(ranks, sequence_parallel=True, tp_overlap=overlap) for overlap in (False, True))
     hidden = engine_size(apart) * TOKENS * (ranks - 1) / ranks
     norms = 2 * engine_size(apart) * (2 * LAYERS + 1) * (ranks - 1) / ranks  # their gradients are summed over tp
+    again = (2 * LAYERS + 1) * hidden
     for sent in pool.run(tensor_volume, ranks, apart):
-        assert sent["all-gather"] == pytest.approx((4 * LAYERS + 2) * hidden + 2 * TOKENS * 4 * (ranks - 1))
+        assert sent["all-gather"] == pytest.approx((4 * LAYERS + 2) * hidden + again + 2 * TOKENS * 4 * (ranks - 1))
         assert sent["reduce-scatter"] == pytest.approx((4 * LAYERS + 2) * hidden)
         assert sent["all-reduce"] == pytest.approx(norms)
     for sent in pool.run(tensor_volume, ranks, ring):
         assert sent["send"] == pytest.approx((8 * LAYERS + 2) * hidden)  # all but the embedding's two
-        assert sent["all-gather"] == pytest.approx(hidden + 2 * TOKENS * 4 * (ranks - 1))
+        assert sent["all-gather"] == pytest.approx(hidden + again + 2 * TOKENS * 4 * (ranks - 1))
         assert sent["reduce-scatter"] == pytest.approx(hidden)
         assert sent["all-reduce"] == pytest.approx(norms)
 

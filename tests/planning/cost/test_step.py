@@ -254,12 +254,10 @@ def test_hosts_wait_for_the_slowest_and_carry_messages_over_tcp() -> None:
     assert k.launches_of_both == pytest.approx(crowded * k.launches + k.sums * k.meeting * (1 + k.exchanged_backward))
 
 
-def test_a_backward_gathers_once_more_unless_inputs_are_kept_or_nothing_waits_for_them() -> None:
+def test_a_backward_gathers_once_more_unless_nothing_waits_for_it() -> None:
     split = LLAMA | {"tp": 8, "sequence_parallel": 1}
-    again, kept, hidden = Kernels(
-        Runs.from_rows([split, split | {"gathers_kept": 1}, split | {"hides_gathers": 1}]), calibration()
-    ).exchanged_backward
-    assert again == 1.5 and kept == hidden == 1
+    again, hidden = Kernels(Runs.from_rows([split, split | {"hides_gathers": 1}]), calibration()).exchanged_backward
+    assert again == 1.5 and hidden == 1
 
 
 def test_where_the_host_waits_for_each_kernel_launches_hide_nothing() -> None:

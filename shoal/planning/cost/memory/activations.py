@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shoal.planning.cost.memory import latent_attention
-from shoal.planning.cost.memory.saved import Saved, blocks, multiplied, scores, total
+from shoal.planning.cost.memory.saved import Saved, blocks, entered, multiplied, scores, total
 from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.spec.layout import Recompute
 
@@ -112,14 +112,14 @@ def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     heads, q = shape.heads // t, shape.heads * shape.head_dim // t
     kv = shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
+    projections = [f"layers.{number}.attention.{name}" for name in "qkv"]
     if run.layout.cp > 1 and mode == "none":
-        return _ring(run, q)
+        return _ring(run, q, projections)
     s, window = run.s_local, run.window(number)
     parts = blocks(s, window) if mode == "none" and run.stores_scores else [(s, s)]
     keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block copies the keys it attends to
-    projections = [f"layers.{number}.attention.{name}" for name in "qkv"]
     saved = [
-        *multiplied(run, "attention input", "[b, s, h/x]", run.hidden_local, projections),
+        *entered(run, "attention input", projections),
         Saved("q", "[b, a/t, s, d]", e * n * q),
         Saved("k, v", "[b, k/t, s, d]", 2 * e * keys * kv),
     ]
@@ -137,17 +137,22 @@ def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     return [*saved, *_gathered(run, "attention output", "a d", q)]
 
 
+def core(run: MicroBatch) -> list[Saved]:
+    """Return the saved tensors of attention, except the norm's and its input."""
+    return [saved for saved in _attention(run, "none", 0) if not saved.what.startswith("attention input")]
+
+
 def _gathered(run: MicroBatch, what: str, letters: str, width: int) -> list[Saved]:
     """Return the saved inputs of a block's last product on a grid: parts of ``width`` elements per token along x."""
     x = run.layout.tp_x
     return [Saved(f"{what}, gathered", f"[b, s, {letters}/y]", run.itemsize * run.tokens * width * x)] if x > 1 else []
 
 
-def _ring(run: MicroBatch, q: int) -> list[Saved]:
+def _ring(run: MicroBatch, q: int, projections: Sequence[str]) -> list[Saved]:
     """Return the saved tensors of ring attention with q elements per token in the queries; no kernel saves scores."""
     e, n, d = run.itemsize, run.tokens, run.shape.head_dim
     saved = [
-        Saved("attention input", "[b, s, h/x]", e * n * run.hidden_local),
+        *entered(run, "attention input", projections),
         Saved("q", "[b, a/t, s, d]", e * n * q),
         Saved("k, v", "[2, b, k/t, s, d]", e * run.ring_elements),
         Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * q // d),
@@ -166,7 +171,7 @@ def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Sav
     into = [f"{name}.{part}" for part in (("up",) if gpt else ("gate", "up"))]
     if (run.fused and not gpt and run.shape.activation is None) or run.shape.activation == "clamped":
         inside.remove("silu(gate)")
-    entering = multiplied(run, "mlp input", "[b, s, h/x]", run.hidden_local, into)
+    entering = entered(run, "mlp input", into)
     leaving = _gathered(run, last, "f", f) or multiplied(run, last, "[b, s, f/t]", f, [f"{name}.down"])
     return [*entering, *(Saved(what, "[b, s, f/t]", e * n * f) for what in inside), *leaving]
 
@@ -179,12 +184,12 @@ def shared(run: MicroBatch) -> list[Saved]:
 
 
 def _router_keeps_all(run: MicroBatch) -> bool:
-    """Return whether a router's input, unless copied to fp32, keeps the memory of all tokens of the rank.
+    """Return whether a router's input, unless copied to fp32, is the tensor between the blocks or a part of it.
 
     A part of one sequence is a view of the full tensor; a part of several is a copy.
     """
     layout = run.layout
-    return run.exact == run.itemsize and (layout.tp == 1 or (not layout.sequence_parallel and layout.micro_batch == 1))
+    return run.exact == run.itemsize and (layout.tp == 1 or layout.sequence_parallel or layout.micro_batch == 1)
 
 
 @once
@@ -263,7 +268,7 @@ def head(run: MicroBatch) -> list[Saved]:
         return found
     found.append(Saved("inputs and targets of modules", "[D, 2, b, s]", 16 * shape.mtp_depth * run.tokens))
     both = Saved("inputs of a projection", "[b, s, 2 h]", 2 * run.itemsize * run.tokens_between * shape.hidden)
-    same = (run.fused or run.itemsize >= 4) and not run.layout.sequence_parallel  # tensor as the input of the head
+    same = run.fused or run.itemsize >= 4  # tensor as the input of the head
     for number in range(shape.layers, shape.blocks):
         inside = layer(run, sparse=shape.sparse(number), number=number)
         found += [*_norm(run)[same:], *_norm(run), both, *inside, *_head(run)]
@@ -275,12 +280,18 @@ def _head(run: MicroBatch) -> list[Saved]:
     n, rows = run.tokens, run.shape.vocabulary_rows(run.layout.tp)
     return [
         *_norm(run),
-        Saved("head input", "[b, s, h]", run.itemsize * n * run.shape.hidden),
+        head_input(run),
         Saved("logits" if run.fused else "probabilities", "[b, s, v/t]", run.logit * n * rows),
         *([Saved("tanh of logits", "[b, s, v/t]", run.itemsize * n * rows)] if run.shape.logit_softcap else []),
         Saved("targets, and whether they are here", "[b, s]", 9 * n),
         Saved("this rank's share", "[b, s]", run.exact * n),
     ]
+
+
+def head_input(run: MicroBatch) -> Saved:
+    """Return the saved input of the output matrix: this rank's part, but on a grid all of it."""
+    tokens = run.tokens if run.layout.tp_x > 1 else run.tokens_between
+    return Saved("head input", "[b, s/y, h]", run.itemsize * tokens * run.shape.hidden)
 
 
 def stage(run: MicroBatch, layers: Sequence[int], *, first: bool, last: bool) -> list[Saved]:

@@ -8,7 +8,7 @@ these factors exceed what the forward had saved.
 from __future__ import annotations
 
 from shoal.planning.cost.memory import activations, latent_attention
-from shoal.planning.cost.memory.activations import Saved
+from shoal.planning.cost.memory.saved import Saved, entered, multiplied
 from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.planning.cost.parameters import StagePart
 
@@ -33,7 +33,7 @@ def layer(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
     keys = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)
     projections = [f"attention.{name}" for name in "qkv"]
     alone = y > shape.kv_heads  # key/value weights are then distributed differently from the queries'
-    found = _product(run, "attention", number, projections, h, width + 2 * keys, joined=not alone and x == 1)
+    found = _product(run, "attention", number, projections, None, width + 2 * keys, joined=not alone and x == 1)
     found += _product(run, "attention output", number, ["attention.out"], width, h)
     return found + feed_forward(run, sparse, number)
 
@@ -47,23 +47,24 @@ def block(run: MicroBatch, width: int, number: int = 0) -> list[Saved]:
     """Return the tensors of a feed-forward block of this width."""
     f, h, gpt = width // run.layout.tp_y, run.hidden_local, run.shape.family == "gpt"
     into = ["mlp.up"] if gpt else ["mlp.gate", "mlp.up"]
-    found = _product(run, "mlp", number, into, h, f * len(into), joined=not gpt)
+    found = _product(run, "mlp", number, into, None, f * len(into), joined=not gpt)
     return found + _product(run, "activation", number, ["mlp.down"], f, h)
 
 
 def _product(
-    run: MicroBatch, what: str, number: int, names: list[str], into: int, out: int, *, joined: bool = False
+    run: MicroBatch, what: str, number: int, names: list[str], into: int | None, out: int, *, joined: bool = False
 ) -> list[Saved]:
     """Return the tensors of products with one input.
 
     Args:
-        into, out: elements per token, in the input and in all outputs.
+        into, out: elements per token, in the input (None at the start of a block) and in all outputs.
         joined: output gradients are concatenated for one product; biases need each of them, unless fused operators take
             the results as one tensor, whose gradient is one too.
     """
     e, n = run.itemsize, run.tokens
     names = [f"layers.{number}.{name}" for name in names]
-    found = activations.multiplied(run, f"{what} input", "", into, names)
+    kept = f"{what} input"
+    found = entered(run, kept, names) if into is None else multiplied(run, kept, "", into, names)
     coded = sum(run.eight is not None and run.eight.takes(name) for name in names)
     one = run.fused and run.layout.cp == 1
     biased = run.shape.family == "gpt" and ((joined and not one) or coded)
@@ -88,5 +89,4 @@ def _experts(run: MicroBatch) -> list[Saved]:
 @once
 def head(run: MicroBatch) -> int:
     """Return the bytes of the output matrix's input and of the logits' gradient."""
-    rows = run.shape.vocabulary_rows(run.layout.tp)
-    return run.itemsize * run.tokens * (run.shape.hidden + rows)
+    return activations.head_input(run).bytes + run.itemsize * run.tokens * run.shape.vocabulary_rows(run.layout.tp)

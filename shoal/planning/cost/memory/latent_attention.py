@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.planning.cost.memory.saved import Saved, blocks, multiplied, scores
+from shoal.planning.cost.memory.saved import Saved, blocks, gathers_again, multiplied, scores
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.spec.layout import Recompute
 
@@ -61,15 +61,16 @@ def attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
 
 
 def _inputs(run: MicroBatch, of: Widths, name: str) -> list[Saved]:
-    """Return the inputs of the products with the hidden state: the rank's tokens, or all for queries without latent."""
+    """Return the inputs of the products with the hidden state."""
     h, between = run.shape.hidden, run.tokens_between
     if of.queries:
         down = [f"{name}.q_down", f"{name}.kv_down"]
         return multiplied(run, "attention input", "[b, s, h]", h, down, tokens=between)
-    if not run.layout.sequence_parallel:
-        return multiplied(run, "attention input", "[b, s, h]", h, [f"{name}.q", f"{name}.kv_down"])
-    own = multiplied(run, "own attention input", "[b, s/t, h]", h, [f"{name}.kv_down"], tokens=between)
-    return own + multiplied(run, "attention input", "[b, s, h]", h, [f"{name}.q"])
+    q, kv = f"{name}.q", f"{name}.kv_down"
+    if not run.layout.sequence_parallel or gathers_again(run, [q]):  # else the codes of the rank's tokens and of all
+        return multiplied(run, "attention input", "[b, s, h]", h, [q, kv], tokens=between)
+    own = multiplied(run, "own attention input", "[b, s/t, h]", h, [kv], tokens=between)
+    return own + multiplied(run, "attention input", "[b, s, h]", h, [q])
 
 
 def _norm(run: MicroBatch, width: int, around: int) -> list[Saved]:

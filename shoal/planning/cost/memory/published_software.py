@@ -159,12 +159,12 @@ def _unread(k: Kernels, layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
 def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes that one micro-batch saves per layer, and the bytes recomputed during its backward."""
     r, (q, kv) = k.runs, k.widths
-    between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
+    between = k.tokens_between
     norms = k.constant("kept_hidden") + k.constants["kept_norm"] * (1 - r.fused_norm)
     normed = 1 - r.recomputes_norms  # whether outputs of norms are stored
     narrow = r.keeps_quantised * r.quantised  # attention stores its result in 16 bits, the next product in 8
     each = np.where(narrow > 0, 1.0, r.kept_bytes)  # bytes of an input of a product
-    hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + normed * 2 * inputs * each)
+    hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + normed * 2 * between * each)
     out, made = r.heads * r.values / r.tp, E * r.tokens * (q + 2 * kv)
     heads = r.tokens * ((E + narrow) * out + 4 * r.heads / r.tp) + (1 - r.recomputes_heads) * made
     heads = heads + E * r.latents * (between + normed * r.tokens)  # latents, and normalised

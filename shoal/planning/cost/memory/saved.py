@@ -45,6 +45,21 @@ def multiplied(
     return saved
 
 
+def entered(run: MicroBatch, what: str, products: Sequence[str]) -> list[Saved]:
+    """Return the saved input, of hidden width, of the products at the start of a block.
+
+    With sequence parallelism it is this rank's part, which backward gathers again, or the codes of all.
+    """
+    again = gathers_again(run, products)
+    letters, tokens = ("[b, s/y, h/x]", run.tokens_between) if again else ("[b, s, h/x]", run.tokens)
+    return multiplied(run, what, letters, run.hidden_local, products, tokens=tokens)
+
+
+def gathers_again(run: MicroBatch, products: Sequence[str]) -> bool:
+    """Return whether backward gathers the input of products at the start of a block (`GatheredEntry`)."""
+    return run.layout.sequence_parallel and (run.eight is None or not any(map(run.eight.takes, products)))
+
+
 def scores(s: int, window: int | None = None) -> int:
     """Return the scores per head that unfused attention computes: s s, except what is masked for all of a block.
 

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from shoal.planning.cost.memory import activations, between_backward_halves
 from shoal.planning.cost.memory.latent_attention import Widths
+from shoal.planning.cost.memory.saved import gathers_again
 from shoal.planning.cost.memory.transient import ALL, COMPLETE, MAKING, REST, SHARED, WAITING
 from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.planning.cost.parameters import StagePart
@@ -66,8 +67,9 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Momen
     found, gone = [], 0
     if part.last:
         gone = kept - (0 if full else between_backward_halves.head(run))
-        # At the output matrix's input gradient, when the probabilities are freed.
-        making = come + (e - run.logit) * n * rows + e * n * h + _copied(run)
+        # At the output matrix's input gradient, when the probabilities are freed; its input is gathered again.
+        again = e * n * h + passing if run.layout.sequence_parallel and run.layout.tp_x == 1 else 0
+        making = come + (e - run.logit) * n * rows + e * n * h + _copied(run) + again
         # A matrix shared with another stage is reduced separately, as soon as its gradient is computed.
         complete = making if run.shape.shares_ends and not part.first else come + 2 * passing - gone
         # The loss works in place except for a cast of its gradient.
@@ -164,8 +166,10 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     gated = run.gated and not run.joins_gate  # silu(gate) is another saved tensor, and gradients are concatenated
     matrix = e * shape.hidden * (ffn // t) * run.copies_gradients
     into = matrix * (2 if run.gated else 1)
+    regathers = gathers_again(run, [f"layers.0.mlp.{name}" for name in ("gate", "up")])
+    again, into_order = (hidden, _copied(run)) if regathers else (0, 0)  # the block's input, as received and in order
     if kind == "weight":
-        return 0, max(matrix, into)
+        return 0, max(matrix, again + into_order + into)
     if kind == "input":  # the input of the last matrix stays
         matrix = into = 0
     local = e * run.tokens_between * shape.hidden
@@ -175,13 +179,16 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
         times = [wide + matrix, (2 * wide if run.gated else wide) + stays, first + stays]
         return 0, max(times)
     gathered = hidden if run.layout.sequence_parallel else 0  # the gathered gradient of the output
+    arrived = gathered + (again if kind == "full" else 0)
     scattered = _copied(run) + local if gathered else 0
+    # The last matrix comes first, and frees its factors.
+    after = into_order - (gathered + wide if regathers else 0)
     waiting = [
         gathered + _copied(run), gathered + wide, gathered + (3 if run.gated else 2) * wide,
-        gathered + hidden + wide * gated,
-        gathered + hidden - wide * gated + scattered + (wide * (1 + gated) if stays else 0),
+        arrived + hidden + wide * gated,
+        arrived + hidden - wide * gated + scattered + (wide * (1 + gated) if stays else 0),
     ]
-    making = gathered + hidden - wide * gated + max(matrix, into) + min(scattered, local)
+    making = arrived + hidden - wide * gated + max(matrix, into + after) + min(scattered, local)
     if kind == "input":
         return max(waiting), max(waiting)
     # The gradient of a bias added after the sum is the first of all.
@@ -357,6 +364,10 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     rest = attention - block if shape.latent is None else _in_latent_core(run, True, kind)
     if layout.cp > 1:
         rest = max(rest, _round_ring(run, True, kind) - run.hidden_bytes * last)
+    if shape.latent is None and gathers_again(run, ["layers.0.attention.q"]):
+        # Gradients of q, k and v; the input as received and in order, and its gradient. The core has freed its tensors.
+        entering = e * run.tokens * (heads + 2 * keys) + 2 * e * run.tokens * shape.hidden + _copied(run) + joined
+        rest = max(rest, entering + run.hidden_bytes - block - activations.total(activations.core(run)))
     return [
         *found, (again + before + max(waiting), SHARED), (again + before - sent + max(making), MAKING),
         (again + before - sent + complete, COMPLETE), (again + rest, REST), (_over(run, True), ALL),

@@ -25,7 +25,7 @@ class LayerTimes(NamedTuple):
     attention: float
     elements: float
     exchange: float  # one sum over tensor-parallel ranks; a forward has two
-    exposed: float  # sums in its backward that products do not hide
+    exposed: float  # exchanges in its backward that products do not hide
     # launches, launches_backward: the host's time to launch a forward and a backward
     launches: float
     launches_backward: float
@@ -92,8 +92,8 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     masked = run.document_mask and not run.by_lengths
     if masked and not unfused and not ring:  # a kernel that reads a mask does not skip the causal half
         longer = 2 * longer
-    hidden = np.minimum(2 * k.exchange * c["hide_tensor"], k.products)
-    exposed = 2 * k.exchange - hidden
+    exchanged = 2 * k.exchange * k.exchanged_backward
+    exposed = exchanged - np.minimum(exchanged * c["hide_tensor"], k.products)
     launches_again = {"none": 0.0, "selective": c["launch_selective"], "full": 1.0}[layout.recompute]
     launches_backward = k.launches * (c["launch_backward"] + launches_again)
     loss = 4 * k.constant("passes_loss") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)

@@ -323,7 +323,7 @@ class Kernels:
     def exchanged_backward(self) -> np.ndarray:
         """Exchanges of a backward, relative to its forward's: block inputs may be gathered once more."""
         r = self.runs
-        return np.where((r.sequence_parallel > 0) & (r.gathers_kept == 0) & (r.hides_gathers == 0), 1.5, 1.0)
+        return np.where((r.sequence_parallel > 0) & (r.hides_gathers == 0), 1.5, 1.0)
 
     @cached_property
     def computing_backward(self) -> np.ndarray:

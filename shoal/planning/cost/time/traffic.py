@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shoal.planning.cost.memory.saved import gathers_again
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import StagePart
 
@@ -95,6 +96,7 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
         backward[axis, "all-gather"] += size * part.first + of_latents * full
         backward[axis, "reduce-scatter"] += of_latents
         backward[axis, gather] += size * entries * full
+        backward[axis, "all-gather"] += size * _entries_again(run, part)
         backward[axis, scatter] += size * again
     else:
         size, of_latents = all_reduced(hidden, y), all_reduced(run.itemsize * n * latents, y)
@@ -118,6 +120,19 @@ def _entries(run: MicroBatch, layers: int, regions: int) -> tuple[int, int]:
         return regions, 0
     width = latent.key_value_rank + latent.rotary_dim + (latent.query_rank or 0)
     return regions - (layers if latent.query_rank else 0), layers * width
+
+
+def _entries_again(run: MicroBatch, part: StagePart) -> int:
+    """Return how often backward gathers hidden states again that enter tensor-parallel regions."""
+    shape, found = run.shape, int(part.last and run.layout.tp_x == 1)
+    for number in part.layers:
+        if shape.latent is None or shape.latent.query_rank is None:
+            letters = "qkv" if shape.latent is None else "q"
+            found += gathers_again(run, [f"layers.{number}.attention.{letter}" for letter in letters])
+        if not shape.sparse(number) or shape.moe.shared:
+            block = "mlp.shared" if shape.sparse(number) else "mlp"
+            found += gathers_again(run, [f"layers.{number}.{block}.{name}" for name in ("gate", "up")])
+    return found
 
 
 def _along_x(run: MicroBatch, part: StagePart, n: int, forward: Sent, backward: Sent) -> None:
