@@ -45,7 +45,8 @@ from shoal.engine.parallel.weight_grad import (
     GradSink,
     LinearFunction,
     NoComm,
-    multiply_adjacent,
+    group_following,
+    multiply_compiled,
 )
 from shoal.spec.catalog import ModelShape
 
@@ -171,7 +172,7 @@ class Linear(nn.Linear):
             return None
         if any(layer.product is not self.product for layer in layers):
             return None
-        if self.product is None and len(_group_adjacent(layers)) > 1:
+        if self.product is None and len(group_following(layers)) > 1:
             return None
         return self.results(x, layers, joined=True)[0]
 
@@ -273,35 +274,10 @@ def multiply(
     if sink.parameters is None and comm is NO_COMM:
         return [F.linear(x, layer.weight, bias) for layer, bias in zip(layers, biases, strict=True)]
     if torch.compiler.is_compiling():
-        return _multiply_compiled(x, layers, biases, joined=joined)
+        return multiply_compiled(x, layers, biases, joined=joined)
     waits = comm is NO_COMM and layers[0].at is not None  # for its region's collective; an unsplit layer is in none
     weights = [layer.weight for layer in layers]
     return LinearFunction.apply(sink, comm, joined, waits, len(layers), x, *weights, *biases)
-
-
-def _multiply_compiled(
-    x: Tensor, layers: Sequence[Linear], biases: Sequence[Tensor | None], *, joined: bool
-) -> Sequence[Tensor]:
-    """Compute `multiply` by operators that the compiler sees as one product each."""
-    results: list[Tensor] = []
-    for run in _group_adjacent(layers):
-        rows = [len(layer.weight) for layer in run]
-        y = multiply_adjacent(x, [layer.key for layer in run], sum(rows))
-        results += [y] if joined or len(run) == 1 else y.split(rows, -1)
-    if joined and biases[0] is not None:
-        biases = [torch.cat([bias for bias in biases if bias is not None])]
-    return [y if bias is None else y + bias for y, bias in zip(results, biases, strict=False)]
-
-
-def _group_adjacent(layers: Sequence[Linear]) -> list[list[Linear]]:
-    """Group layers whose weights are one matrix in memory and biases one vector, all trained or all frozen."""
-    groups = [[layers[0]]]
-    for layer in layers[1:]:
-        if layer.follows:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    return groups
 
 
 class ColumnLinear(Linear):

@@ -326,6 +326,31 @@ def _differentiate(ctx, gradient: Tensor):
 multiply_adjacent.register_autograd(_differentiate, setup_context=_save)
 
 
+def multiply_compiled(
+    x: Tensor, layers: Sequence[Any], biases: Sequence[Tensor | None], *, joined: bool
+) -> Sequence[Tensor]:
+    """Apply linear layers to x, [.., in], by operators that the compiler sees as one product each."""
+    results: list[Tensor] = []
+    for run in group_following(layers):
+        rows = [len(layer.weight) for layer in run]
+        y = multiply_adjacent(x, [layer.key for layer in run], sum(rows))
+        results += [y] if joined or len(run) == 1 else y.split(rows, -1)
+    if joined and biases[0] is not None:
+        biases = [torch.cat([bias for bias in biases if bias is not None])]
+    return [y if bias is None else y + bias for y, bias in zip(results, biases, strict=False)]
+
+
+def group_following(layers: Sequence[Any]) -> list[list[Any]]:
+    """Group layers whose weights are one matrix in memory and biases one vector, all trained or all frozen."""
+    groups = [[layers[0]]]
+    for layer in layers[1:]:
+        if layer.follows:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return groups
+
+
 # Gradient terms: functions of (accumulator, whether to overwrite it) that update it in place.
 
 

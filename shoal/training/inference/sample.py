@@ -24,6 +24,7 @@ Show = Callable[[str], object]
 
 SAMPLED_PARAMETERS = 1_000_000_000  # of a run's model; a larger one may not fit into one host
 LONGEST_PROMPT = 60  # characters
+PROMPTS = 8  # samples that may give a prompt: the first may have no words
 UNDECODED = "\ufffd"  # at the end of a text: the first bytes of a character
 
 
@@ -153,7 +154,8 @@ def sample_run(
     else:
         try:
             source = open_source(folder)
-            if prompt := given or find_words(source.tokenizer.decode(held_out.batch([0]).tokens[0].tolist())):
+            texts = (source.tokenizer.decode(held_out.batch([i]).tokens[0].tolist()) for i in range(PROMPTS))
+            if prompt := given or next(filter(None, map(find_words, texts)), ""):
                 one_device = source.on(Layout(), train={"precision": "fp32", "device": "cpu"})
                 sampling = Sampling(max_tokens=160, temperature=0.7, seed=config.train.seed)
                 [text] = sample_on_rank(source, one_device, [prompt], sampling)

@@ -39,7 +39,8 @@ def test_it_ends_with_a_validation_loss_and_a_sample_of_its_data(base_run, corpu
     final = re.fullmatch(r"finished in .+: validation loss (\d+\.\d{4}) nats per token", lines[-2])
     assert float(final[1]) == pytest.approx(records(folder)[-1].validation_loss, abs=1e-4)
     after = lines[lines.index("sample of generated text:") + 1 : -2]
-    assert after[0].split()[0] in (corpus / "shoal.jsonl").read_text() and len("\n".join(after)) > 100
+    text = "\n".join(after).strip()  # of the data, then of a model that has hardly learned
+    assert text[:4] in (corpus / "shoal.jsonl").read_text() and len(text) > 100
 
 
 def test_each_logged_step_has_its_numbers(base_run):

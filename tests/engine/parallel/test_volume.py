@@ -123,7 +123,7 @@ def test_a_layer_of_tensor_parallelism_sends_four_all_reduces(pool: Pool, ranks:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_ring_sends_what_the_collectives_do(pool: Pool, ranks: int) -> None:
     """With sequence parallelism a layer gathers twice and scatters twice in each direction, (n-1)/n of [b, s, h] each;
-    around the ring these are messages of one part. Backward gathers the inputs of two blocks, and of the head, again."""
+    around the ring these are messages of one part. Backward gathers the inputs of blocks, and of the head, again."""
     apart, ring = (tensor_run(ranks, sequence_parallel=True, tp_overlap=overlap) for overlap in (False, True))
     hidden = engine_size(apart) * TOKENS * (ranks - 1) / ranks
     norms = 2 * engine_size(apart) * (2 * LAYERS + 1) * (ranks - 1) / ranks  # their gradients are summed over tp

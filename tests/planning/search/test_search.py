@@ -305,12 +305,14 @@ def test_a_large_cluster_in_seconds() -> None:
     begin = time.process_time()
     plan = search(run)
     assert time.process_time() - begin < 5  # 2.3 on a machine in its slow hours, with nothing else to do
-    assert [f.role for f in plan.best] == ["recommended", "fastest", "simpler"] and plan.played < 500
-    assert [f.layout.schedule for f in plan.best][::2] == ["interleaved-1f1b", "1f1b"], "no V for less than an error"
-    for found in plan.best[:3]:
-        estimate = Estimate(EstimatedRun(**{**vars(run), "layout": found.layout}))
-        assert estimate.fits and estimate.step_seconds == pytest.approx(found.seconds, rel=1e-9)
-        assert build_estimate(plan, found).breakdown == pytest.approx(estimate.breakdown, rel=1e-9, abs=1e-9)
+    found = {f.role: f for f in plan.best}
+    assert list(found) == ["recommended", "fastest", "more memory free", "simpler"] and plan.played < 500
+    usual = [found[role].layout.schedule for role in ("recommended", "more memory free", "simpler")]
+    assert set(usual) <= {"interleaved-1f1b", "1f1b"}, "no V for less than an error"
+    for one in plan.best:
+        estimate = Estimate(EstimatedRun(**{**vars(run), "layout": one.layout}))
+        assert estimate.fits and estimate.step_seconds == pytest.approx(one.seconds, rel=1e-9)
+        assert build_estimate(plan, one).breakdown == pytest.approx(estimate.breakdown, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))

@@ -35,7 +35,8 @@ SPLITS = {
 OPERATORS = {
     False: (("f, into a block", "identity", "all-reduce"), ("g, out of a block", "all-reduce", "identity")),
     True: (
-        ("f, into a block", "all-gather", "reduce-scatter"), ("g, out of a block", "reduce-scatter", "all-gather"),
+        ("f, into a block", "all-gather", "all-gather, reduce-scatter"),
+        ("g, out of a block", "reduce-scatter", "all-gather"),
     ),
 }  # fmt: skip
 """Operator, its forward and its backward; with sequence parallelism as in Korthikanti et al. 2022, section 4.2.2."""

@@ -96,7 +96,8 @@ def test_splits_of_a_layer(capsys):
     assert re.search(r"^ *8 +18\.1 GB +235 MB +235 MB", out, re.M), "4 s h (t - 1)/t numbers in 16 bits"
     out = explained(capsys, "tensor --tp 8 --sequence-parallel")
     assert re.search(r"g, out of a block +reduce-scatter +all-gather", out)
-    assert re.search(r"^ *8 +18\.1 GB +235 MB +235 MB", out, re.M), "the same bytes"
+    assert re.search(r"f, into a block +all-gather +all-gather, reduce-scatter", out)
+    assert re.search(r"^ *8 +18\.1 GB +235 MB +352 MB", out, re.M), "half as much again for blocks' inputs"
 
 
 def test_every_split_layer_has_a_name():
