@@ -1,4 +1,4 @@
-"""Tensor-parallel collectives overlapped with the adjacent matrix product, chunk by chunk.
+"""Tensor-parallel collectives overlapped with the adjacent matrix product, as one or chunk by chunk.
 
 With sequence parallelism the ranks form a ring (Wang et al. 2023, "Overlap communication with dependent computation via
 decomposition in large deep learning models", section 4):
@@ -10,7 +10,7 @@ decomposition in large deep learning models", section 4):
 
 The forward of a region's entry and the backward of its exit gather; the other two scatter. The volume equals the
 collective's. The feed-forward block is independent of token order, so its parts are stored one after the other, which
-makes each one matrix even with several sequences.
+makes each one matrix even with several sequences. In backward the entry's input is all-gathered again.
 
 Without sequence parallelism the products of the exit (in forward) and of the entry (in backward) are computed in
 `CHUNKS` chunks of tokens, and each chunk is all-reduced while the next is multiplied.
