@@ -359,7 +359,7 @@ def mends(layout: Layout, sizes: dict, message: str):
         for proposal in re.findall(r"Fits \d+: (.*)\. Or", mend):
             for degrees in proposal.split(", or "):
                 yield layout.model_copy(update={n: int(v) for n, v in re.findall(r"(\w\w) (\d+)", degrees)}), sizes
-        yield layout, sizes | {"ranks": int(re.findall(r"tart (\d+) ranks", mend)[0])}
+        yield layout, sizes | {"ranks": int(re.findall(r"[Uu]se (\d+) ranks", mend)[0])}
     for what, key in (("global_batch", "global_batch"), ("lengths", "sequence_length")):
         if mend.strip().startswith(f"Nearest {what}"):
             sizes_of_batch, _, of_micro_batch = mend.partition(" Or micro_batch")
