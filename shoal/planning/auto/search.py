@@ -141,6 +141,7 @@ class StageSearch:
     target: Target
     proven: bool = True  # False if the time limit ended a search that had found no solution
     _known: dict[tuple, float] = field(default_factory=dict)
+    _graphs: dict[tuple[int, int], OperatorGraph] = field(default_factory=dict)  # a trace takes longer than most solves
 
     def cost(self, first: int, last: int, part: Part, left: int) -> float:
         """Return the seconds of a micro-batch of some layers on a part; equal layers are planned once."""
@@ -175,8 +176,9 @@ class StageSearch:
 
     def best(self, first: int, last: int, part: Part, left: int) -> tuple[Builder, ShardingProblem, Solution]:
         """Find the cheapest solution of some layers on a part, as the first of ``left`` stages."""
-        graph = differentiate(self.layers.part(first, last))
-        return self.target.best(graph, list_grids(*part), self._in_flight(left))
+        if (first, last) not in self._graphs:
+            self._graphs[first, last] = differentiate(self.layers.part(first, last))
+        return self.target.best(self._graphs[first, last], list_grids(*part), self._in_flight(left))
 
     def _in_flight(self, left: int) -> int:
         """Return how many micro-batches 1F1B keeps on the first of ``left`` stages."""
