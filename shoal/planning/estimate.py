@@ -231,7 +231,7 @@ class Estimate(StagePrices, StepEstimate):
             of["attention"] += count * (1 + ATTENTION_BACKWARD) * times.attention
             of["element by element"] += count * (3 * times.elements + times.adding)
             of["recomputation"] += count * times.recompute
-            of["tensor parallelism"] += count * (times.tensor + times.tensor_backward)
+            of["tensor parallelism"] += count * (times.tensor + times.tensor_backward + times.tensor_weight)
             of["expert parallelism"] += count * 2 * times.experts
             of["context parallelism"] += count * (times.context + times.context_backward)
             of["launches"] += count * (times.launches + times.launches_backward)

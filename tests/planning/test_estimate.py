@@ -126,7 +126,7 @@ def test_adding_gradients_up_reads_each_and_reads_and_writes_its_sum() -> None:
             alone = part.first * table + products * (sum(run.stage_elements(part)) - (part.first + part.last) * table)
             moved = run.constants["accumulate"] * (2 + 4 + 4) * alone  # bfloat16, and sums in float32
             assert times.adding == pytest.approx(run.slower * moved / run.hbm, rel=1e-4)
-            assert times.backward_weight == times.matrices + times.adding
+            assert times.backward_weight == times.matrices + times.adding + times.tensor_weight
 
 
 def test_a_host_that_computes_itself_adds_its_launches_to_every_pass() -> None:

@@ -60,6 +60,7 @@ class TensorParallel:
         sink: receives the gradients of split parameters; flushed in backward during the collective of the entry.
         overlap: whether products and adjacent collectives are chunked and overlapped.
         symmetric: whether, with sequence parallelism, they then use symmetric memory.
+        again: whether backward then gathers the inputs of blocks again; a recomputed layer has just gathered them.
     """
 
     group: Group
@@ -71,6 +72,7 @@ class TensorParallel:
     y: Group
     overlap: bool = False
     symmetric: bool = False
+    again: bool = True
 
     @untraced  # it would compile collectives again whenever their count of bytes changes
     def gather_input(self, x: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ class TensorParallel:
     ) -> Sequence[Tensor]:
         """Compute the products at the start of a block: [b, s, h] (or [b, s/tp, h]) -> [b, s, out/tp] of each layer.
 
-        With sequence parallelism backward gathers x again, unless it needs its codes (`Linear.product`).
+        With sequence parallelism backward may gather x again, unless it needs its codes (`Linear.product`).
         """
         if self.overlap or (self.sequence_parallel and all(layer.product is None for layer in layers)):
             return self._multiply_entering(x, layers, tokenwise, biased, joined)
@@ -109,8 +111,8 @@ class TensorParallel:
         if not self.sequence_parallel:
             return ChunkedEntry(self.group)
         if not self.overlap:
-            return GatheredEntry(self.y)
-        return (SymmetricEntry if self.symmetric else RingEntry)(self.group, tokenwise)
+            return GatheredEntry(self.y, again=self.again)
+        return (SymmetricEntry if self.symmetric else RingEntry)(self.group, self.again, tokenwise)
 
     def exit(self, tokenwise: bool) -> NoComm:
         """Return `reduce_output` fused with the product before it."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from shoal.engine.collectives.ops import (
     Pending,
     all_gather,
     all_gather_flat,
+    reduce_scatter_flat,
     start_all_reduce,
     start_reduce_scatter,
     start_shift,
@@ -135,23 +135,30 @@ def scatter_products(
 class GatheredEntry(NoComm):
     """Entry of a region with sequence parallelism: all-gather, then multiply.
 
-    A rank keeps its part of the input and gathers the input again in backward, while it computes the gradient of the
-    input, which is reduce-scattered while the weight gradients are computed (Korthikanti et al. 2022, section 4.2.2).
+    In backward the gradient of the input is reduce-scattered while the weight gradients are computed.
+
+    Attributes:
+        again: keep the rank's part of the input, and gather it again while backward computes the gradient of the input
+            (Korthikanti et al. 2022, section 4.2.2). Else all of it is kept.
+        tokenwise: see `split_parts`; applies to the results.
     """
 
     group: Group
+    again: bool = True
     tokenwise: bool = False
 
     def forward(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> tuple[Tensor, list[Tensor]]:
-        return x, NO_COMM.forward(all_gather(x, self.group, SEQUENCE), weights, biases)[1]
+        gathered, results = NO_COMM.forward(all_gather(x, self.group, SEQUENCE), weights, biases)
+        return x if self.again else gathered, results
 
     def start_gather(self, kept: Tensor) -> Callable[[], Tensor]:
+        if not self.again:
+            return lambda: kept
         parts = kept.new_empty(self.group.size(), *kept.shape)
         work = all_gather_flat(parts.view(-1), kept.contiguous().view(-1), self.group)
 
-        @cache
         def wait() -> Tensor:
             work.wait()
             return parts.flatten(0, 1) if self.tokenwise or len(kept) == 1 else torch.cat(parts.unbind(0), SEQUENCE)
@@ -159,15 +166,25 @@ class GatheredEntry(NoComm):
         return wait
 
     def sum(self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Callable[[], object]) -> Tensor:
-        d_x, work = start_reduce_scatter(sum_products(gradients, factors), self.group, SEQUENCE)
+        d_x = sum_products(gradients, factors)
+        if self.tokenwise:  # in the order of the ranks
+            part = d_x.new_empty(len(d_x), d_x.shape[1] // self.group.size(), d_x.shape[2])
+            work = reduce_scatter_flat(part.view(-1), d_x.view(-1), self.group)
+        else:
+            part, work = start_reduce_scatter(d_x, self.group, SEQUENCE)
+        del d_x
         meanwhile()
         work.wait()
-        return d_x
+        return part
 
 
 @dataclass(frozen=True)
 class RingEntry(GatheredEntry):
-    """`GatheredEntry` around the ring: each part is multiplied while the next arrives."""
+    """`GatheredEntry` whose forward is around the ring: each part is multiplied while the next arrives.
+
+    Backward has both collectives, each of which a product hides. Around the ring, partial sums would wait for the
+    gather, and both would have to be hidden by one product.
+    """
 
     chunked = True
     gather = staticmethod(gather_products)
@@ -175,13 +192,15 @@ class RingEntry(GatheredEntry):
     def forward(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> tuple[Tensor, list[Tensor]]:
-        _, results = self.gather(x, [weight.t() for weight in weights], self.group, self.tokenwise)
+        gathered, results = self.gather(x, [weight.t() for weight in weights], self.group, self.tokenwise)
         for y, bias in zip(results, biases, strict=True):
             if bias is not None:
                 y += bias
-        return x, results
+        return x if self.again else gathered, results
 
     def sum(self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Callable[[], object]) -> Tensor:
+        if self.again:
+            return super().sum(gradients, factors, meanwhile)
         return scatter_products(gradients, factors, self.group, self.tokenwise, meanwhile)
 
 

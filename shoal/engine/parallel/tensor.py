@@ -101,15 +101,17 @@ def apply_tensor_parallel(
     """
     group, rank, size = mesh.group("tp"), mesh.index("tp"), mesh.size("tp")
     in_parts, placements = mesh.layout.sequence_parallel, dict[str, ParamPlacement]()
+    again = mesh.layout.recompute != "full"
     if group is not None:
         sink = sink or GradSink()
         if mesh.layout.tp_x > 1:
             x, y = mesh.required_group("tp_x"), mesh.required_group("tp_y")
-            placements = _replace(model, TENSOR_PARALLEL_2D, Grid(group, rank, size, in_parts, shape, sink, y, x=x))
+            grid = Grid(group, rank, size, in_parts, shape, sink, y, again=again, x=x)
+            placements = _replace(model, TENSOR_PARALLEL_2D, grid)
         else:
             asked = overlap and in_parts and mesh.layout.tp_overlap is True
             symmetric = asked and is_available(group, mesh.device)
-            at = TensorParallel(group, rank, size, in_parts, shape, sink, group, overlap, symmetric)
+            at = TensorParallel(group, rank, size, in_parts, shape, sink, group, overlap, symmetric, again)
             placements = _replace(model, TENSOR_PARALLEL, at)
     for name, parameter in model.named_parameters():
         if name not in placements:

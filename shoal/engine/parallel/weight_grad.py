@@ -164,6 +164,7 @@ class _Input:
     def __init__(self, start_gather: Callable[[], Callable[[], Tensor]], uses: int):
         self.uses, self._start_gather = uses, start_gather
         self._wait: Callable[[], Tensor] | None = None
+        self._x: Tensor | None = None
 
     def start(self) -> Callable[[], Tensor]:
         self._wait = self._wait or self._start_gather()
@@ -171,10 +172,9 @@ class _Input:
 
     def take(self) -> Tensor:
         """Return the input, one of the expected times."""
-        x = self.start()()
+        x = self.start()() if self._x is None else self._x
         self.uses -= 1
-        if not self.uses:
-            self._wait = None
+        self._wait, self._x = None, x if self.uses else None  # its parts are freed here
         return x
 
 

@@ -133,9 +133,10 @@ def test_a_ring_sends_what_the_collectives_do(pool: Pool, ranks: int) -> None:
         assert sent["reduce-scatter"] == pytest.approx((4 * LAYERS + 2) * hidden)
         assert sent["all-reduce"] == pytest.approx(norms)
     for sent in pool.run(tensor_volume, ranks, ring):
-        assert sent["send"] == pytest.approx((8 * LAYERS + 2) * hidden)  # all but the embedding's two
+        # All but the embedding's two, and the reduce-scatters of the inputs that are gathered again.
+        assert sent["send"] == pytest.approx((8 * LAYERS + 2) * hidden - again)
         assert sent["all-gather"] == pytest.approx(hidden + again + 2 * TOKENS * 4 * (ranks - 1))
-        assert sent["reduce-scatter"] == pytest.approx(hidden)
+        assert sent["reduce-scatter"] == pytest.approx(hidden + again)
         assert sent["all-reduce"] == pytest.approx(norms)
 
 

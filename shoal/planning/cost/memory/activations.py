@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shoal.planning.cost.memory import latent_attention
-from shoal.planning.cost.memory.saved import Saved, blocks, entered, multiplied, scores, total
+from shoal.planning.cost.memory.saved import Saved, blocks, entered, gathers_again, multiplied, scores, total
 from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.spec.layout import Recompute
 
@@ -189,7 +189,8 @@ def _router_keeps_all(run: MicroBatch) -> bool:
     A part of one sequence is a view of the full tensor; a part of several is a copy.
     """
     layout = run.layout
-    return run.exact == run.itemsize and (layout.tp == 1 or layout.sequence_parallel or layout.micro_batch == 1)
+    part = gathers_again(run, ["mlp.up"]) if layout.sequence_parallel else layout.micro_batch == 1
+    return run.exact == run.itemsize and (layout.tp == 1 or part)
 
 
 @once
@@ -268,7 +269,8 @@ def head(run: MicroBatch) -> list[Saved]:
         return found
     found.append(Saved("inputs and targets of modules", "[D, 2, b, s]", 16 * shape.mtp_depth * run.tokens))
     both = Saved("inputs of a projection", "[b, s, 2 h]", 2 * run.itemsize * run.tokens_between * shape.hidden)
-    same = run.fused or run.itemsize >= 4  # tensor as the input of the head
+    own = gathers_again(run) or not run.layout.sequence_parallel
+    same = own and (run.fused or run.itemsize >= 4)  # tensor as the input of the head
     for number in range(shape.layers, shape.blocks):
         inside = layer(run, sparse=shape.sparse(number), number=number)
         found += [*_norm(run)[same:], *_norm(run), both, *inside, *_head(run)]
@@ -289,8 +291,8 @@ def _head(run: MicroBatch) -> list[Saved]:
 
 
 def head_input(run: MicroBatch) -> Saved:
-    """Return the saved input of the output matrix: this rank's part, but on a grid all of it."""
-    tokens = run.tokens if run.layout.tp_x > 1 else run.tokens_between
+    """Return the saved input of the output matrix: this rank's part if backward gathers it again."""
+    tokens = run.tokens_between if gathers_again(run) else run.tokens
     return Saved("head input", "[b, s/y, h]", run.itemsize * tokens * run.shape.hidden)
 
 

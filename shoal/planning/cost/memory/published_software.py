@@ -180,7 +180,7 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     # Every second product of (q, k, v, output, gate, up, down), starting with q; and the attention core's output.
     second = E * (r.tokens * (2 * q + kv) + block + r.gated * between * r.hidden)
     second = second + 4 * r.tokens * r.heads / r.tp
-    # All of these products but the last, which no gradient needs.
+    # The results of q, k, v, the output and the block's first matrices: no gradient needs the last product's.
     products = made + E * (1 + r.gated) * block + start
     kept = np.choose(mode, [full, full - softmax, start, start + second, start + products])
     return kept, np.where(mode >= 2, full, r.recomputes_heads * made)

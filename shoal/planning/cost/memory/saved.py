@@ -55,9 +55,14 @@ def entered(run: MicroBatch, what: str, products: Sequence[str]) -> list[Saved]:
     return multiplied(run, what, letters, run.hidden_local, products, tokens=tokens)
 
 
-def gathers_again(run: MicroBatch, products: Sequence[str]) -> bool:
-    """Return whether backward gathers the input of products at the start of a block (`GatheredEntry`)."""
-    return run.layout.sequence_parallel and (run.eight is None or not any(map(run.eight.takes, products)))
+def gathers_again(run: MicroBatch, products: Sequence[str] = ()) -> bool:
+    """Return whether backward gathers the input of products at the start of a block again (`GatheredEntry`).
+
+    Not codes, nor what a complete recomputation of the layer has just gathered. Without products: of the output matrix.
+    """
+    layout, eight = run.layout, run.eight
+    kept = layout.recompute == "full" or (eight is not None and any(map(eight.takes, products)))
+    return layout.sequence_parallel and not kept and (bool(products) or layout.tp_x == 1)
 
 
 def scores(s: int, window: int | None = None) -> int:

@@ -68,7 +68,7 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Momen
     if part.last:
         gone = kept - (0 if full else between_backward_halves.head(run))
         # At the output matrix's input gradient, when the probabilities are freed; its input is gathered again.
-        again = e * n * h + passing if run.layout.sequence_parallel and run.layout.tp_x == 1 else 0
+        again = e * n * h + passing if gathers_again(run) else 0
         making = come + (e - run.logit) * n * rows + e * n * h + _copied(run) + again
         # A matrix shared with another stage is reduced separately, as soon as its gradient is computed.
         complete = making if run.shape.shares_ends and not part.first else come + 2 * passing - gone
@@ -169,7 +169,7 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     regathers = gathers_again(run, [f"layers.0.mlp.{name}" for name in ("gate", "up")])
     again, into_order = (hidden, _copied(run)) if regathers else (0, 0)  # the block's input, as received and in order
     if kind == "weight":
-        return 0, max(matrix, again + into_order + into)
+        return 0, max(matrix, again + max(into_order, into))
     if kind == "input":  # the input of the last matrix stays
         matrix = into = 0
     local = e * run.tokens_between * shape.hidden
@@ -182,13 +182,13 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     arrived = gathered + (again if kind == "full" else 0)
     scattered = _copied(run) + local if gathered else 0
     # The last matrix comes first, and frees its factors.
-    after = into_order - (gathered + wide if regathers else 0)
+    then = max(into_order, into) - (gathered + wide if regathers else 0)
     waiting = [
         gathered + _copied(run), gathered + wide, gathered + (3 if run.gated else 2) * wide,
         arrived + hidden + wide * gated,
         arrived + hidden - wide * gated + scattered + (wide * (1 + gated) if stays else 0),
     ]
-    making = arrived + hidden - wide * gated + max(matrix, into + after) + min(scattered, local)
+    making = arrived + hidden - wide * gated + max(matrix, then) + min(scattered, local)
     if kind == "input":
         return max(waiting), max(waiting)
     # The gradient of a bias added after the sum is the first of all.

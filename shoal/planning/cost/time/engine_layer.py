@@ -25,7 +25,9 @@ class LayerTimes(NamedTuple):
     attention: float
     elements: float
     exchange: float  # one sum over tensor-parallel ranks; a forward has two
-    exposed: float  # exchanges in its backward that products do not hide
+    # exposed, exposed_gathers: exchanges in its backward that products do not hide, and gathers of blocks' inputs
+    exposed: float
+    exposed_gathers: float
     # launches, launches_backward: the host's time to launch a forward and a backward
     launches: float
     launches_backward: float
@@ -73,12 +75,13 @@ def product_rate(cluster: Cluster, kind: str) -> float:
     return machine.dense_flops(kind) * min(part, machine.matmul_efficiency)
 
 
-def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
+def layer_times(run: EstimatedRun, shape: ModelShape, s: int, gathers: int) -> LayerTimes:
     """Return the times of a layer of a run.
 
     Args:
         shape: the run's, with the width of the layer's feed-forward block; experts are ignored.
         s: tokens of a sequence that pass through the layer.
+        gathers: how often its backward gathers the input of a block.
     """
     cluster, layout = run.cluster, run.layout
     wide, ring = run.policy.compute.itemsize / E, layout.cp > 1
@@ -92,13 +95,14 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     masked = run.document_mask and not run.by_lengths
     if masked and not unfused and not ring:  # a kernel that reads a mask does not skip the causal half
         longer = 2 * longer
-    exchanged = 2 * k.exchange * k.exchanged_backward
-    exposed = exchanged - np.minimum(exchanged * c["hide_tensor"], k.products)
+    exchanged = 2 * k.exchange + gathers * k.gather
+    hidden = np.minimum(exchanged * c["hide_tensor"], k.products) / np.maximum(exchanged, 1e-30)
+    exposed, exposed_gathers = 2 * k.exchange * (1 - hidden), gathers * k.gather * (1 - hidden)
     launches_again = {"none": 0.0, "selective": c["launch_selective"], "full": 1.0}[layout.recompute]
     launches_backward = k.launches * (c["launch_backward"] + launches_again)
     loss = 4 * k.constant("passes_loss") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
     found = (
-        k.products, k.attention[0] * longer, k.elements, k.exchange, exposed, k.launches, launches_backward, k.output,
-        loss,
+        k.products, k.attention[0] * longer, k.elements, k.exchange, exposed, exposed_gathers, k.launches,
+        launches_backward, k.output, loss,
     )  # fmt: skip
     return LayerTimes(*(float(seconds[0]) for seconds in found))

@@ -200,14 +200,20 @@ class Kernels:
         return E * (inner + r.routed * (moved + biased)) / self.hbm
 
     @cached_property
+    def gather(self) -> np.ndarray:
+        """Seconds of one gather of a block's input along y, with sequence parallelism."""
+        r = self.runs
+        return self.group(r.tp_y, r.tp_x).all_gather(E * r.tokens * r.hidden / r.tp_x)
+
+    @cached_property
     def exchange(self) -> np.ndarray:
         """Seconds of one tensor-parallel sum of a block's output, or of its gather and scatter.
 
         On a grid it is along y, with half of what a layer's forward scatters and gathers along x.
         """
         r, (q, kv) = self.runs, self.widths
-        group, size = self.group(r.tp_y, r.tp_x), E * r.tokens * r.hidden / r.tp_x
-        along_y = np.where(r.sequence_parallel > 0, 2 * group.all_gather(size), group.all_reduce(size))
+        size = E * r.tokens * r.hidden / r.tp_x
+        along_y = np.where(r.sequence_parallel > 0, 2 * self.gather, self.group(r.tp_y, r.tp_x).all_reduce(size))
         inside = 2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.alone / r.tp
         return along_y + self.group(r.tp_x, 1).all_gather(E * r.tokens * inside * r.tp_x, 4) / 2
 

@@ -23,7 +23,7 @@ from shoal.planning.cost.memory.state import StateBytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.communication import CommunicationGroup, axis_extent, ring_group
 from shoal.planning.cost.time.engine_layer import LayerTimes, attained, layer_times, memory_rate
-from shoal.planning.cost.time.traffic import context_parallel, even_share
+from shoal.planning.cost.time.traffic import context_parallel, entries_again, even_share
 from shoal.planning.run import EstimatedRun
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FP32
@@ -43,7 +43,8 @@ class StageTimes(NamedTuple):
     adding: float  # adding gradients to their sums over micro-batches
     tensor: float  # tensor-parallel collectives of its forward
     recompute: float  # recomputation in the backward, collectives included
-    tensor_backward: float  # exposed tensor-parallel collectives of the backward
+    tensor_backward: float  # exposed tensor-parallel collectives of the backward, without the following
+    tensor_weight: float  # exposed gathers of blocks' inputs, for weight gradients
     context: float  # ring and head exchange of its forward that attention's products do not hide
     context_backward: float  # the same for the backward
     experts: float  # exchanges of rows (of experts, or of tokens in mixture-of-depths layers), per direction
@@ -71,7 +72,7 @@ class StageTimes(NamedTuple):
     @property
     def backward_weight(self) -> float:
         """Seconds of the weight-gradient half: one product for each of the forward's."""
-        return self.matrices + self.adding
+        return self.matrices + self.adding + self.tensor_weight
 
     @property
     def backward_input(self) -> float:
@@ -199,7 +200,9 @@ class StagePrices(StageMemory):
             layout.recompute, layout.cp_order == "contiguous" and layout.cp_ring,
         )  # fmt: skip
         if key not in self.known:
-            found = layer_times(run, shape, s)
+            number = next((i for i in range(run.shape.layers) if run.shape.sparse(i) == sparse), 0)
+            one = StagePart(range(number, number + 1), first=False, last=False)
+            found = layer_times(run, shape, s, entries_again(self.forward, one))
             if sparse:  # rows are sorted by expert and back, weighted and summed
                 rows = (self.forward.chosen if skips else self.forward).routed.sent
                 moved = self.constants["passes_rows"] * rows * shape.hidden * self.forward.itemsize
@@ -287,6 +290,7 @@ class StagePrices(StageMemory):
             tensor=layers * 2 * layer.exchange + ends,
             recompute=layers * again,
             tensor_backward=layers * layer.exposed + ends,
+            tensor_weight=layers * layer.exposed_gathers,
             context=layers * context,
             context_backward=layers * context_backward,
             experts=layers * rows,

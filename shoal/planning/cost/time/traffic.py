@@ -88,15 +88,18 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
     if run.layout.sequence_parallel:
         gather, scatter = ("send", "send") if by_parts else ("all-gather", "reduce-scatter")
         size, of_latents = gathered(hidden, y), gathered(run.itemsize * n * latents, y)
-        for sent, into, out in ((forward, gather, scatter), (backward, scatter, gather)):
-            sent[axis, into] += size * (entries + part.last)
-            sent[axis, out] += size * regions
+        once_more = entries_again(run, part)  # beside a reduce-scatter, also where products are overlapped by parts
+        forward[axis, gather] += size * (entries + part.last)
+        forward[axis, scatter] += size * regions
+        backward[axis, gather] += size * regions
+        backward[axis, scatter] += size * (entries + part.last - once_more)
+        backward[axis, "reduce-scatter"] += size * once_more
+        backward[axis, "all-gather"] += size * once_more
         forward[axis, "reduce-scatter"] += size * part.first
         forward[axis, "all-gather"] += of_latents
         backward[axis, "all-gather"] += size * part.first + of_latents * full
         backward[axis, "reduce-scatter"] += of_latents
         backward[axis, gather] += size * entries * full
-        backward[axis, "all-gather"] += size * _entries_again(run, part)
         backward[axis, scatter] += size * again
     else:
         size, of_latents = all_reduced(hidden, y), all_reduced(run.itemsize * n * latents, y)
@@ -122,9 +125,9 @@ def _entries(run: MicroBatch, layers: int, regions: int) -> tuple[int, int]:
     return regions - (layers if latent.query_rank else 0), layers * width
 
 
-def _entries_again(run: MicroBatch, part: StagePart) -> int:
+def entries_again(run: MicroBatch, part: StagePart) -> int:
     """Return how often backward gathers hidden states again that enter tensor-parallel regions."""
-    shape, found = run.shape, int(part.last and run.layout.tp_x == 1)
+    shape, found = run.shape, int(part.last and gathers_again(run))
     for number in part.layers:
         if shape.latent is None or shape.latent.query_rank is None:
             letters = "qkv" if shape.latent is None else "q"
