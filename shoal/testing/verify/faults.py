@@ -73,6 +73,11 @@ def entry_without_sum(right: Callable, x: Tensor, group, meanwhile: Callable) ->
     return x
 
 
+def gather_in_another_order(right: Callable, entry: overlap.GatheredEntry, kept: Tensor) -> Callable[[], Tensor]:
+    wait = right(entry, kept)
+    return lambda: wait().roll(kept.shape[1], 1)
+
+
 def ring_without_sum(
     right: Callable, xs, factors, group, tokenwise: bool, meanwhile: Callable = lambda: None
 ) -> Tensor:
@@ -202,6 +207,10 @@ FAULTS: dict[str, Fault] = {
     "entry-gradient": Fault(
         "no all-reduce of the gradient at the entry of a tensor-parallel block",
         linear, "copy_to", entry_without_sum, {"tp": 2},
+    ),
+    "input-order": Fault(
+        "backward gathers the parts of a block's input in another order",
+        overlap.GatheredEntry, "start_gather", gather_in_another_order, {"tp": 2, "sequence_parallel": True},
     ),
     "ring-sum": Fault(
         "the reduce-scatter ring drops the previous rank's part",

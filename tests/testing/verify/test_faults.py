@@ -15,6 +15,7 @@ from tests.testing.verify.runs import small_run
 EXPECTED = {
     "row-sum": ("forward", "layers.0.attention"),
     "entry-gradient": ("backward", "norm"),  # what the head sends back
+    "input-order": ("gradient", "head.weight"),
     "ring-sum": ("forward", "layers.0.attention"),
     "chunk-sum": ("forward", "layers.0.attention"),
     "grid-sum": ("forward", "layers.0.attention"),
