@@ -129,6 +129,15 @@ def test_adding_gradients_up_reads_each_and_reads_and_writes_its_sum() -> None:
             assert times.backward_weight == times.matrices + times.adding + times.tensor_weight
 
 
+def test_weight_gradients_wait_for_inputs_that_are_gathered_again() -> None:
+    """Two gathers of a layer, beside two gathers and two scatters; none of codes, nor of what was just recomputed."""
+    found = estimate(LAYOUT)
+    again = found.stages[1]
+    assert 0 < again.tensor_weight == pytest.approx(again.tensor_backward / 2)
+    kept = estimate(LAYOUT.model_copy(update={"recompute": "full"})), Estimate(replace(found.run, precision="fp8"))
+    assert [each.stages[1].tensor_weight for each in kept] == [0, 0]
+
+
 def test_a_host_that_computes_itself_adds_its_launches_to_every_pass() -> None:
     shape = model_shape("llama-3-8b").model_copy(update={"layers": 4, "vocab": 64})
     machine = cluster("2xH100")

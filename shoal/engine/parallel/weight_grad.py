@@ -158,7 +158,7 @@ def sum_products(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class _Input:
+class ProductInput:
     """Input of products, gathered again at the latest for the first weight gradient, and freed with the last."""
 
     def __init__(self, start_gather: Callable[[], Callable[[], Tensor]], uses: int):
@@ -212,12 +212,12 @@ class LinearFunction(torch.autograd.Function):
         direct: list[Tensor | None] = [None] * (2 * n)  # for autograd
 
         # Without autograd history, which terms that wait would hold.
-        x = _Input(partial(comm.start_gather, kept.detach()), uses=sum(wanted[run.start] for run in ctx.runs))
+        x = ProductInput(partial(comm.start_gather, kept.detach()), uses=sum(wanted[run.start] for run in ctx.runs))
         if x.uses and not sink.deferring:
             x.start()  # it arrives while the gradient of x is computed
 
         def add_terms(gradients: list[Tensor]) -> None:
-            if comm is not NO_COMM:
+            if comm is not NO_COMM:  # its collective hides what waited for it
                 sink.flush()
             for run, gradient in zip(ctx.runs, gradients, strict=True):
                 if not wanted[run.start]:
@@ -365,7 +365,7 @@ def accumulate_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) 
         add_gradient(d_y.t() @ x, total, fresh)
 
 
-def _accumulate_gathered(gradient: Tensor, x: _Input, total: Tensor, fresh: bool) -> None:
+def _accumulate_gathered(gradient: Tensor, x: ProductInput, total: Tensor, fresh: bool) -> None:
     accumulate_product(gradient, x.take(), total, fresh)
 
 

@@ -1,13 +1,18 @@
 """Where products and collectives of tensor parallelism are made part by part, and where that is refused."""
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.parallel.weight_grad import ProductInput
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
@@ -107,3 +112,17 @@ def test_what_cannot_overlap_is_refused(parallel: dict, train: dict, what: str) 
 def test_what_cannot_be_on_a_grid_is_refused(train: dict, what: str) -> None:
     with pytest.raises(UsageError, match=what):
         check(run_of("auto", {"tp": 4, "tp_x": 2}, **train))
+
+
+def test_a_gathered_input_is_freed_with_its_last_use() -> None:
+    gathers: list[int] = []
+
+    def start_gather() -> Callable[[], Tensor]:
+        gathers.append(1)
+        return lambda: torch.ones(2)
+
+    kept = ProductInput(start_gather, uses=2)
+    kept.start()
+    first = weakref.ref(kept.take())
+    assert first() is not None and kept.take() is first() and gathers == [1]
+    assert first() is None

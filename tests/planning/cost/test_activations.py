@@ -190,6 +190,14 @@ def test_what_products_in_8_bits_keep(
     assert said == pytest.approx(found, rel=0.005)
 
 
+@pytest.mark.parametrize("keep", [[], ["layers.*.mlp.*"]])
+def test_codes_of_inputs_stay_gathered(pool: Pool, keep: list[str]) -> None:
+    """With sequence parallelism a rank has a part of the other inputs."""
+    config = run_of("tiny", "none", "sdpa", False, "fp8", tp=2, sequence_parallel=True)
+    for found, said in pool.run(both, 2, config.model_copy(update={"float8": Float8Config(keep=keep)})):
+        assert said == pytest.approx(found, rel=0.02)
+
+
 @pytest.mark.parametrize(("tp", "sequence_parallel", "family", "recompute"), [
     (2, True, "tiny", "none"), (2, True, "tiny", "selective"), (2, True, "tiny-gpt", "full"),
     (2, False, "tiny-gpt", "none"), (2, False, "tiny-gpt", "selective"), (2, False, "tiny", "full"),

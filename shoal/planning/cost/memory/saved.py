@@ -48,7 +48,7 @@ def multiplied(
 def entered(run: MicroBatch, what: str, products: Sequence[str]) -> list[Saved]:
     """Return the saved input, of hidden width, of the products at the start of a block.
 
-    With sequence parallelism it is this rank's part, which backward gathers again, or the codes of all.
+    With sequence parallelism it is this rank's part if backward gathers it again, else all of it or its codes.
     """
     again = gathers_again(run, products)
     letters, tokens = ("[b, s/y, h/x]", run.tokens_between) if again else ("[b, s, h/x]", run.tokens)
