@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from shoal.testing.chaos.fault_injection import (
     disturbed_path,
 )
 from shoal.testing.chaos.fault_types import KINDS, MOMENT_OPS, NEED_MOUNTS, REPAIRED, FaultType
-from shoal.testing.chaos.mounts import fill, mount, small_disk
+from shoal.testing.chaos.mounts import full_disk, read_only, small_disk
 from shoal.testing.chaos.outcome import (
     ROUGH,
     ROUNDING,
@@ -259,23 +259,27 @@ class Chaos:
         size = 4 * sum(path.stat().st_size for path in self.reference.rglob("*") if path.is_file())
         run, checkpoints, kept = folder / "run", folder / "run" / "checkpoints", folder.with_name(f"{folder.name}-kept")
 
+        def reported() -> bool:
+            return re.search(kind.message, read_from(self.log, begin)) is not None
+
         def act(ended: threading.Event) -> None:
-            if not wait_until(lambda: ended.is_set() or steps_done(run) >= step, seconds=120) or ended.is_set():
-                trial.problems.append(f"it did not reach step {step}")
-            elif name == "disk-full":
-                fill(folder / "filler")
-            else:
-                mount(f"mount --bind '{checkpoints}' '{checkpoints}' && mount -o remount,bind,ro '{checkpoints}'")
-            disturbed_path(run).touch()
-            wait_until(lambda: ended.is_set() or re.search(kind.message, read_from(self.log, begin)), LIMIT_SECONDS)
-            (folder / "filler").unlink(missing_ok=True)
-            if name == "read-only" and not trial.problems:
-                mount(f"umount '{checkpoints}'")
+            try:
+                if not wait_until(lambda: ended.is_set() or steps_done(run) >= step, seconds=120) or ended.is_set():
+                    trial.problems.append(f"it did not reach step {step}")
+                    return
+                with full_disk(folder) if name == "disk-full" else read_only(checkpoints):
+                    disturbed_path(run).touch()
+                    wait_until(lambda: ended.is_set() or reported(), LIMIT_SECONDS)
+            except subprocess.CalledProcessError as error:
+                trial.problems.append(f"{name}: {error.stderr.decode(errors='replace').strip()}")
+            finally:
+                with suppress(FileNotFoundError):  # no run began
+                    disturbed_path(run).touch()  # the waiting rank goes on
 
         with small_disk(folder, size):
             with beside(act):
                 code = self._supervise(run, [Planted("wait", 0, step, "F")])
-            disturbed_path(run).unlink()
+            disturbed_path(run).unlink(missing_ok=True)
             self._expect(trial, kind, code)
             shutil.copytree(run, kept)
         kept.rename(folder)
@@ -290,15 +294,16 @@ class Chaos:
 
         def act(ended: threading.Event) -> None:
             wait_until(lambda: ended.is_set() or steps_done(folder) >= step, seconds=120)
-            fill(memory / "filler")
-            disturbed_path(folder).touch()
+            with full_disk(memory):
+                disturbed_path(folder).touch()
+                ended.wait()
 
         faults = [Planted("wait", 0, step, "F"), Planted("kill", rank, step + 1, "F")]
         with small_disk(memory, 8 * state + (16 << 20)):
             with beside(act):
                 self._expect(trial, KINDS["memory-full"], self._supervise(folder, faults, config=config))
-            disturbed_path(folder).unlink()
-            trial.problems += [f"remains: {path}" for path in memory.iterdir() if path.name != "filler"]
+            disturbed_path(folder).unlink(missing_ok=True)
+            trial.problems += [f"remains: {path}" for path in memory.iterdir()]
         return trial, rank
 
     def _forks(self) -> set[psutil.Process]:

@@ -51,8 +51,29 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
     folder.rmdir()
 
 
-def fill(path: Path) -> None:
-    """Write until the disk is full."""
-    with open(path, "wb", buffering=0) as file, suppress(OSError):
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """Fill the disk of a folder with one file; delete the file at the end."""
+    filler = folder / "filler"
+    with open(filler, "wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1 << 16))
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Make a folder read-only for this process and its children until the end."""
+    aside = folder.with_name(f"{folder.name}-read-only")
+    aside.mkdir()
+    # Where files are open for writing, no mount becomes read-only: the mount becomes so where nobody uses it yet.
+    mount(f"mount --bind '{folder}' '{aside}' && mount -o remount,bind,ro '{aside}'")
+    mount(f"mount --move '{aside}' '{folder}'")
+    try:
+        yield
+    finally:
+        mount(f"umount -l '{folder}'")  # lazily: a process may be reading the folder
+        aside.rmdir()

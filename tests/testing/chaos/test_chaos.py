@@ -164,7 +164,9 @@ def commanded(corpus, tmp_path_factory) -> tuple[int, str, str, str]:
     faults = ",".join(["exit-0", *sorted(NEED_MOUNTS)])
     words = ["--trials", "4", "--faults", faults, "--folder", folder / "all", "--out", folder / "page.html"]
     code, said = shoal("chaos", folder / "run.toml", *words)
-    return code, said, (folder / "page.html").read_text(), (folder / "all" / "output.log").read_text()
+    log = folder / "all" / "output.log"
+    assert (folder / "page.html").exists(), f"it ended with code {code}: {said}\n{log.exists() and log.read_text()}"
+    return code, said, (folder / "page.html").read_text(), log.read_text()
 
 
 def test_the_command(commanded):
