@@ -21,7 +21,7 @@ from shoal.engine.parallel.context.apply import apply_context_parallel
 from shoal.engine.parallel.context.token_order import TokenAssignment
 from shoal.engine.parallel.embedding import EmbeddingTable
 from shoal.engine.parallel.expert import apply_expert_parallel
-from shoal.engine.parallel.float8 import Float8, apply_float8
+from shoal.engine.parallel.float8.apply import Float8, apply_float8
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.mixture_of_depths import apply_mixture_of_depths, assign_chosen
 from shoal.engine.parallel.placement import ENDS, ParamPlacement

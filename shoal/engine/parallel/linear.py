@@ -28,8 +28,8 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import copy_to, gather_from, reduce_from, scatter_to
 from shoal.engine.compiler import untraced
 from shoal.engine.kernels.swiglu import swiglu
-from shoal.engine.parallel.float8_encoding import Encoded
-from shoal.engine.parallel.float8_product import Float8Product
+from shoal.engine.parallel.float8.encoding import Encoded
+from shoal.engine.parallel.float8.product import Float8Product
 from shoal.engine.parallel.overlap import (
     SEQUENCE,
     ChunkedEntry,

@@ -22,7 +22,7 @@ T = TypeVar("T")
 class EightBits(NamedTuple):
     """Which products of the layers are in 8 or 4 bits, and their scaling.
 
-    Backward saves the codes of the transposed input, and their scales (`shoal.engine.parallel.float8_product`).
+    Backward saves the codes of the transposed input, and their scales (`shoal.engine.parallel.float8.product`).
     """
 
     per_tensor: bool  # one scale per input tensor; otherwise one per feature

@@ -271,8 +271,7 @@ def float8_products(shape: ModelShape, keep: tuple[str, ...]) -> list[tuple[str,
     [('layers.0.attention.q', 'layers.0.attention.k', 'layers.0.attention.v'), ('layers.0.attention.out',), \
 ('layers.0.mlp.gate',)]
     """
-    layers = float8_layers(shape, keep)
-    joined = [] if shape.family == "gpt" else [("gate", "up")] if shape.qkv_bias else [("gate", "up"), ("q", "k", "v")]
+    layers, joined = float8_layers(shape, keep), joined_layers(shape)
     groups: dict[str, tuple[str, ...]] = {name: (name,) for name in layers}
     for block in dict.fromkeys(name.rpartition(".")[0] for name in layers):
         for parts in joined:
@@ -282,6 +281,13 @@ def float8_products(shape: ModelShape, keep: tuple[str, ...]) -> list[tuple[str,
                 for name in names[1:]:
                     del groups[name]
     return list(groups.values())
+
+
+def joined_layers(shape: ModelShape) -> list[tuple[str, ...]]:
+    """Return names of linear layers without biases that have one input, and are one product in 8 bits."""
+    if shape.family == "gpt":
+        return []
+    return [("gate", "up")] if shape.qkv_bias else [("gate", "up"), ("q", "k", "v")]
 
 
 def check_float8_sizes(config: RunConfig, shape: ModelShape) -> None:

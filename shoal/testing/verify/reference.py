@@ -282,7 +282,7 @@ def _from_differences(model: Transformer, config: RunConfig, batches: Sequence[B
     return [u * (one - other) / (2 * size) for u, one, other in zip(directions, *found, strict=True)]
 
 
-# ---- products in 8 bits, in float64: the reference of `shoal.engine.parallel.float8_product` ------------------------
+# ---- products in 8 bits, in float64: the reference of `shoal.engine.parallel.float8.product` ------------------------
 
 
 def multiply_in_float8(model: Transformer, config: RunConfig) -> AmaxHistory | None:

@@ -22,7 +22,7 @@ from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.apply import LocalStage, build_stages, initialise
 from shoal.engine.parallel.context.causal_blocks import token_positions
 from shoal.engine.parallel.context.token_order import assign_tokens
-from shoal.engine.parallel.float8 import Float8
+from shoal.engine.parallel.float8.apply import Float8
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.runtime import Runtime

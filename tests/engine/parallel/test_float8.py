@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.parallel.float8_product import Float8Product
+from shoal.engine.parallel.float8.product import Float8Product
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.precision.recipe import GRADIENT, WEIGHT

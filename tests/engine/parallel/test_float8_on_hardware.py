@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from shoal.engine import kernels
-from shoal.engine.parallel.float8_encoding import Encoder
-from shoal.engine.parallel.float8_product import Float8Product
+from shoal.engine.parallel.float8.encoding import Encoder
+from shoal.engine.parallel.float8.product import Float8Product
 from shoal.engine.precision import recipe
 from shoal.engine.precision.recipe import Recipe
 from shoal.spec.config import RunConfig

@@ -140,6 +140,19 @@ def test_a_ring_sends_what_the_collectives_do(pool: Pool, ranks: int) -> None:
         assert sent["all-reduce"] == pytest.approx(norms)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_codes_of_inputs_are_gathered_again(pool: Pool, recompute: str) -> None:
+    """A byte for each element of a block's input, for both blocks of a layer, and the head's input as it is; if a layer
+    is recomputed, its inputs again as they are."""
+    config = tensor_run(2, sequence_parallel=True, recompute=recompute)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp8"})})
+    for sent in pool.run(tensor_volume, 2, config):
+        hidden = config.model.hidden * TOKENS / 2
+        states = 2 * hidden * (4 * LAYERS + 2 + (2 * LAYERS if recompute == "full" else 1))
+        codes = 2 * LAYERS * hidden * (recompute == "none")
+        assert sent["all-gather"] == pytest.approx(states + codes + 2 * TOKENS * 4)
+
+
 def grid_volume(config: RunConfig) -> dict[str, Counter]:
     """As `tensor_volume`, by axis of the grid."""
     return by_axis(sent_in_a_step(engine_of(config)))

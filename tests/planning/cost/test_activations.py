@@ -190,12 +190,17 @@ def test_what_products_in_8_bits_keep(
     assert said == pytest.approx(found, rel=0.005)
 
 
-@pytest.mark.parametrize("keep", [[], ["layers.*.mlp.*"]])
-def test_codes_of_inputs_stay_gathered(pool: Pool, keep: list[str]) -> None:
-    """With sequence parallelism a rank has a part of the other inputs."""
-    config = run_of("tiny", "none", "sdpa", False, "fp8", tp=2, sequence_parallel=True)
-    for found, said in pool.run(both, 2, config.model_copy(update={"float8": Float8Config(keep=keep)})):
-        assert said == pytest.approx(found, rel=0.02)
+@pytest.mark.parametrize(("family", "recompute", "float8"), [
+    ("tiny", "none", {}), ("tiny", "selective", {"scales": "row", "keep": ["layers.*.mlp.*"]}),
+    ("tiny", "none", {"keep": ["*.k", "*.up"]}), ("tiny-gpt", "none", {}), ("tiny", "full", {}),
+])  # fmt: skip
+def test_a_rank_keeps_a_part_of_the_codes_of_one_product_s_input(
+    pool: Pool, family: str, recompute: str, float8: dict
+) -> None:
+    """With sequence parallelism; codes of several products, or of a recomputed layer, stay gathered."""
+    config = run_of(family, recompute, "sdpa", False, "fp8", tp=2, sequence_parallel=True)
+    for found, said in pool.run(both, 2, config.model_copy(update={"float8": Float8Config(**float8)})):
+        assert said == pytest.approx(found, rel=0.005)
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel", "family", "recompute"), [

@@ -12,7 +12,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shoal.planning.cost.memory import latent_attention
-from shoal.planning.cost.memory.saved import Saved, blocks, entered, gathers_again, multiplied, scores, total
+from shoal.planning.cost.memory.saved import (
+    Saved,
+    blocks,
+    entered,
+    gathers_again,
+    into_block,
+    multiplied,
+    scores,
+    total,
+)
 from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.spec.layout import Recompute
 
@@ -168,10 +177,9 @@ def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Sav
     e, n, f, gpt = run.itemsize, run.tokens, (width or run.shape.ffn) // run.layout.tp, run.shape.family == "gpt"
     *inside, last = ("up", "gelu(up)") if gpt else ("gate", "up", "silu(gate)", "silu(gate) up")
     name = f"layers.{number}.mlp"
-    into = [f"{name}.{part}" for part in (("up",) if gpt else ("gate", "up"))]
     if (run.fused and not gpt and run.shape.activation is None) or run.shape.activation == "clamped":
         inside.remove("silu(gate)")
-    entering = entered(run, "mlp input", into)
+    entering = entered(run, "mlp input", into_block(run, name))
     leaving = _gathered(run, last, "f", f) or multiplied(run, last, "[b, s, f/t]", f, [f"{name}.down"])
     return [*entering, *(Saved(what, "[b, s, f/t]", e * n * f) for what in inside), *leaving]
 

@@ -8,7 +8,7 @@ these factors exceed what the forward had saved.
 from __future__ import annotations
 
 from shoal.planning.cost.memory import activations, latent_attention
-from shoal.planning.cost.memory.saved import Saved, entered, multiplied
+from shoal.planning.cost.memory.saved import Saved, entered, into_block, multiplied
 from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.planning.cost.parameters import StagePart
 
@@ -45,9 +45,8 @@ def feed_forward(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
 
 def block(run: MicroBatch, width: int, number: int = 0) -> list[Saved]:
     """Return the tensors of a feed-forward block of this width."""
-    f, h, gpt = width // run.layout.tp_y, run.hidden_local, run.shape.family == "gpt"
-    into = ["mlp.up"] if gpt else ["mlp.gate", "mlp.up"]
-    found = _product(run, "mlp", number, into, None, f * len(into), joined=not gpt)
+    f, h, into = width // run.layout.tp_y, run.hidden_local, into_block(run, "mlp")
+    found = _product(run, "mlp", number, into, None, f * len(into), joined=run.gated)
     return found + _product(run, "activation", number, ["mlp.down"], f, h)
 
 

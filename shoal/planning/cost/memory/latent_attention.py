@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.planning.cost.memory.saved import Saved, blocks, gathers_again, multiplied, scores
+from shoal.planning.cost.memory.saved import Saved, blocks, entered, find_format, gathers_again, multiplied, scores
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.spec.layout import Recompute
 
@@ -67,10 +67,10 @@ def _inputs(run: MicroBatch, of: Widths, name: str) -> list[Saved]:
         down = [f"{name}.q_down", f"{name}.kv_down"]
         return multiplied(run, "attention input", "[b, s, h]", h, down, tokens=between)
     q, kv = f"{name}.q", f"{name}.kv_down"
-    if not run.layout.sequence_parallel or gathers_again(run, [q]):  # else the codes of the rank's tokens and of all
+    if not run.layout.sequence_parallel or (gathers_again(run, [q]) and not find_format(run, [q, kv])):
         return multiplied(run, "attention input", "[b, s, h]", h, [q, kv], tokens=between)
     own = multiplied(run, "own attention input", "[b, s/t, h]", h, [kv], tokens=between)
-    return own + multiplied(run, "attention input", "[b, s, h]", h, [q])
+    return own + entered(run, "attention input", [q])
 
 
 def _norm(run: MicroBatch, width: int, around: int) -> list[Saved]:

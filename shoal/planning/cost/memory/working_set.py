@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from shoal.planning.cost.memory import activations, between_backward_halves
 from shoal.planning.cost.memory.latent_attention import Widths
-from shoal.planning.cost.memory.saved import gathers_again
+from shoal.planning.cost.memory.saved import find_format, gathers_again, into_block
 from shoal.planning.cost.memory.transient import ALL, COMPLETE, MAKING, REST, SHARED, WAITING
 from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.planning.cost.parameters import StagePart
@@ -166,8 +166,11 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     gated = run.gated and not run.joins_gate  # silu(gate) is another saved tensor, and gradients are concatenated
     matrix = e * shape.hidden * (ffn // t) * run.copies_gradients
     into = matrix * (2 if run.gated else 1)
-    regathers = gathers_again(run, [f"layers.0.mlp.{name}" for name in ("gate", "up")])
-    again, into_order = (hidden, _copied(run)) if regathers else (0, 0)  # the block's input, as received and in order
+    names = into_block(run, "layers.0.mlp")
+    regathers, again, into_order = gathers_again(run, names), 0, 0  # the block's input, as received and in order
+    if regathers:
+        eight = find_format(run, names)
+        again, into_order = (eight.codes(n * shape.hidden), 0) if eight else (hidden, _copied(run))
     if kind == "weight":
         return 0, max(matrix, again + max(into_order, into))
     if kind == "input":  # the input of the last matrix stays

@@ -75,13 +75,13 @@ def product_rate(cluster: Cluster, kind: str) -> float:
     return machine.dense_flops(kind) * min(part, machine.matmul_efficiency)
 
 
-def layer_times(run: EstimatedRun, shape: ModelShape, s: int, gathers: int) -> LayerTimes:
+def layer_times(run: EstimatedRun, shape: ModelShape, s: int, gathers: float) -> LayerTimes:
     """Return the times of a layer of a run.
 
     Args:
         shape: the run's, with the width of the layer's feed-forward block; experts are ignored.
         s: tokens of a sequence that pass through the layer.
-        gathers: how often its backward gathers the input of a block.
+        gathers: how often its backward gathers the input of a block; its codes count in part.
     """
     cluster, layout = run.cluster, run.layout
     wide, ring = run.policy.compute.itemsize / E, layout.cp > 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shoal.planning.cost.memory.saved import gathers_again
+from shoal.planning.cost.memory.saved import find_format, gathers_again, into_block
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import StagePart
 
@@ -88,13 +88,13 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
     if run.layout.sequence_parallel:
         gather, scatter = ("send", "send") if by_parts else ("all-gather", "reduce-scatter")
         size, of_latents = gathered(hidden, y), gathered(run.itemsize * n * latents, y)
-        once_more = entries_again(run, part)  # beside a reduce-scatter, also where products are overlapped by parts
+        once_more = int(size * entries_again(run, part))  # with a reduce-scatter, also where products are overlapped
         forward[axis, gather] += size * (entries + part.last)
         forward[axis, scatter] += size * regions
         backward[axis, gather] += size * regions
-        backward[axis, scatter] += size * (entries + part.last - once_more)
-        backward[axis, "reduce-scatter"] += size * once_more
-        backward[axis, "all-gather"] += size * once_more
+        backward[axis, scatter] += size * (entries + part.last) - once_more
+        backward[axis, "reduce-scatter"] += once_more
+        backward[axis, "all-gather"] += once_more
         forward[axis, "reduce-scatter"] += size * part.first
         forward[axis, "all-gather"] += of_latents
         backward[axis, "all-gather"] += size * part.first + of_latents * full
@@ -125,16 +125,19 @@ def _entries(run: MicroBatch, layers: int, regions: int) -> tuple[int, int]:
     return regions - (layers if latent.query_rank else 0), layers * width
 
 
-def entries_again(run: MicroBatch, part: StagePart) -> int:
-    """Return how often backward gathers hidden states again that enter tensor-parallel regions."""
-    shape, found = run.shape, int(part.last and gathers_again(run))
+def entries_again(run: MicroBatch, part: StagePart) -> float:
+    """Return how often backward gathers hidden states again that enter tensor-parallel regions: codes in part."""
+    shape, found = run.shape, float(part.last and gathers_again(run))
     for number in part.layers:
+        entries = []
         if shape.latent is None or shape.latent.query_rank is None:
             letters = "qkv" if shape.latent is None else "q"
-            found += gathers_again(run, [f"layers.{number}.attention.{letter}" for letter in letters])
+            entries.append([f"layers.{number}.attention.{letter}" for letter in letters])
         if not shape.sparse(number) or shape.moe.shared:
-            block = "mlp.shared" if shape.sparse(number) else "mlp"
-            found += gathers_again(run, [f"layers.{number}.{block}.{name}" for name in ("gate", "up")])
+            entries.append(into_block(run, f"layers.{number}.mlp{'.shared' * shape.sparse(number)}"))
+        for names in entries:
+            eight = find_format(run, names)
+            found += gathers_again(run, names) * (eight.codes(2) / (2 * run.itemsize) if eight else 1.0)
     return found
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.parallel.float8_encoding import IN, OUT, TOKENS
-from shoal.engine.parallel.float8_product import Float8Product
-from shoal.engine.parallel.linear import Linear
+from shoal.engine.parallel.float8.encoding import IN, OUT, TOKENS
+from shoal.engine.parallel.float8.product import Float8Product
+from shoal.engine.parallel.linear import ColumnLinear, HeadsLinear, Linear
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.weight_grad import GradSink
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
@@ -90,6 +92,7 @@ def apply_float8(
         product = Float8Product(
             name, recipe, float8.history, along, mesh.group("tp"), native=name_block(name) not in unfit,
             weights=weights, bucket=parameters.buckets[parameters.places[weights[0]][0]], sink=sink, device=mesh.device,
+            keepers=_find_keepers(joined, modules[name.rpartition(".")[0]]),
         )  # fmt: skip
         if float8.draws is not None:
             splits = [placements[f"{each}.weight"] for each in (name, *others)]
@@ -100,3 +103,13 @@ def apply_float8(
         product.warns, product.waits = mesh.rank == 0, joined[0].at is not None
         for layer in joined:
             layer.product = product
+
+
+def _find_keepers(layers: Sequence[Linear], block: nn.Module) -> Group | None:
+    """Return the ranks that gather the codes of an input again: that enter a block, by one product with its layers."""
+    entering = [module for module in block.children() if isinstance(module, ColumnLinear)]
+    at = layers[0].at
+    if at is None or entering != layers or isinstance(layers[0], HeadsLinear):
+        return None
+    divides = layers[0].in_features % at.size == 0
+    return at.y if at.sequence_parallel and at.again and divides else None
