@@ -274,7 +274,7 @@ class Chaos:
                 trial.problems.append(f"{name}: {error.stderr.decode(errors='replace').strip()}")
             finally:
                 with suppress(FileNotFoundError):  # no run began
-                    disturbed_path(run).touch()  # the waiting rank goes on
+                    disturbed_path(run).touch()  # the waiting rank continues
 
         with small_disk(folder, size):
             with beside(act):

@@ -69,7 +69,7 @@ def read_only(folder: Path) -> Iterator[None]:
     """Make a folder read-only for this process and its children until the end."""
     aside = folder.with_name(f"{folder.name}-read-only")
     aside.mkdir()
-    # Where files are open for writing, no mount becomes read-only: the mount becomes so where nobody uses it yet.
+    # Where files are open for writing, no mount becomes read-only: the mount becomes so before its first use.
     mount(f"mount --bind '{folder}' '{aside}' && mount -o remount,bind,ro '{aside}'")
     mount(f"mount --move '{aside}' '{folder}'")
     try:

@@ -83,6 +83,14 @@ def test_a_peak_of_each_kind(parallel: dict[str, Any], model: dict[str, Any]) ->
     assert abs(off(parallel, model, s=512, microbatches=2, rank=0, precision="bf16")) < 0.01
 
 
+@pytest.mark.parametrize("parallel", [
+    {}, {"dp": 8, "zero": 3}, {"dp": 4, "tp": 2, "zero": 3, "sequence_parallel": True},
+])  # fmt: skip
+def test_a_peak_with_products_in_8_bits(parallel: dict[str, Any]) -> None:
+    """At the output matrix, whose gradient is added by its product: it is in 16 bits, unlike the layers' products."""
+    assert abs(off(parallel, {"vocab": 50257}, s=512, microbatches=2, rank=0, precision="fp8")) < 0.01
+
+
 @pytest.mark.parametrize("seed", [307, 389, 455, 488, 547, 642, 690])
 def test_a_peak_that_was_off(seed: int) -> None:
     """Stages of a V that follow each other on a rank; buckets of shared experts, which fill first; a bias behind a sum;

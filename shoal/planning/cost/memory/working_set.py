@@ -55,7 +55,7 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Momen
     if kind == "weight":  # all inputs exist, and stay until the end
         found = [Moment("layer", more, time, sparse, done) for sparse, done in layers
                  for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip
-        head, end = _both("head", table * run.copies_gradients, 0), _both("end", table, 0)
+        head, end = _both("head", table * (not run.fused), 0), _both("end", table, 0)
         return found + head * part.last + end * part.first
     kept = activations.total(activations.head(run)) if part.last else 0
     if kind == "forward":  # at its end; and before it, minus the layer's output
@@ -74,7 +74,7 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Momen
         complete = making if run.shape.shares_ends and not part.first else come + 2 * passing - gone
         # The loss works in place except for a cast of its gradient.
         found.append(Moment("loss", come + (e if e < run.logit else 0) * n * rows))
-        found += _both("head", making + table * run.copies_gradients, complete) if full else [Moment("head", making)]
+        found += _both("head", making + table * (not run.fused), complete) if full else [Moment("head", making)]
     for sparse, done in layers:
         gradient = come + (passing if part.last else 0) - gone - above(run, part, done, kind)
         found += [Moment("layer", gradient + more, time, sparse, done)
