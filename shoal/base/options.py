@@ -123,19 +123,24 @@ def _tables(section: type[BaseModel]) -> list[str]:
 
 
 def _spell_flags(sections: Mapping[str, type[BaseModel]], args: list[str]) -> list[str]:
-    """Spell true and false as tyro does: of a flag --flag and --no-flag, of fields with other values True and False."""
+    """Spell true and false as tyro does: of a flag --flag and --no-flag, of fields with other values True and False.
+
+    An optional flag, which has three values, may be spelled as a flag too.
+    """
     spelled: list[str | None] = list(args)
     for i, word in enumerate(args):
         option, equals, value = word.partition("=")
         section, _, name = option.removeprefix("--").replace("-", "_").rpartition(".")
         value = (value if equals else next(iter(args[i + 1 :]), "")).capitalize()
-        kind = _bare(get_type_hints(sections[section]).get(name)) if section in sections else None
-        if not option.startswith("--") or value not in ("True", "False"):
-            continue
-        if kind is bool:
+        kinds = get_type_hints(sections[section]) if section in sections and option.startswith("--") else {}
+        prefix, kind = f"--{section}{'.' * bool(section)}", _bare(kinds.get(name))
+        if value not in ("True", "False"):
+            bare = name if name in kinds else name.removeprefix("no_")
+            if get_args(kinds.get(bare)) == (bool, NoneType) and not equals:
+                spelled[i] = f"{prefix}{bare.replace('_', '-')}={bare == name}"
+        elif kind is bool:
             flag = name if value == "True" else f"no_{name}"
-            spelled[i : i + 2 - bool(equals)] = [
-                f"--{section}{'.' * bool(section)}{flag.replace('_', '-')}", *[None] * (not equals)]
+            spelled[i : i + 2 - bool(equals)] = [f"{prefix}{flag.replace('_', '-')}", *[None] * (not equals)]
         elif bool in get_args(kind):
             spelled[i if equals else i + 1] = f"{option}={value}" if equals else value
     return [word for word in spelled if word is not None]

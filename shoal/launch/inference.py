@@ -125,6 +125,7 @@ def evaluate(
     data: str | Path | Sequence[str | Path] = (),
     *,
     field: str | None = None,
+    chat: bool | None = None,
     layout: Layout | None = None,
     sequences: PositiveInt | None = None,
     sequence_length: PositiveInt | None = None,
@@ -138,6 +139,8 @@ def evaluate(
         data: a file, folder or glob of text, or several (default: the documents that the run held out for validation).
         field: field of JSON lines and Parquet with the text (default: the run's `data.field`; "text" for an imported
             model).
+        chat: the text is conversations, of which only the assistant's tokens count, as with `data.chat` (default: the
+            run's).
         layout: split of the work (default: one process). Every layout computes the same loss.
         sequences: evaluate only this many sequences from the start of the text.
         sequence_length: tokens per sequence (default: the run's).
@@ -156,7 +159,7 @@ def evaluate(
     """
     source = open_source(folder)
     paths = [data] if isinstance(data, str | Path) else data
-    text = choose_text(source, tuple(map(str, paths)), sequence_length, field)
+    text = choose_text(source, tuple(map(str, paths)), sequence_length, field, chat)
     train = {"device": device} | ({"precision": precision} if precision else {})
     config = source.on(layout or Layout(micro_batch=MICRO_BATCH), data=text.model_dump(), train=train)
     open_complete(config.data, progress=True)  # before processes start

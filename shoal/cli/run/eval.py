@@ -25,6 +25,9 @@ class EvalOptions(Section):
     field: str | None = None
     """Field of .jsonl and .parquet (default: the run's)."""
 
+    chat: bool | None = None
+    """Text is conversations, as in data.chat (default: the run's)."""
+
     tasks: str = ""
     """Tasks or .yaml files of lm-evaluation-harness (comma)."""
 
@@ -78,7 +81,7 @@ def run(options: EvalOptions) -> int:
     reject_unused(options, ["shots"], "without --tasks there are no questions")
     layout = shoal.Layout(**options.model_dump(include=set(LAYOUT)))
     found = shoal.evaluate(
-        options.folder, options.data, field=options.field, layout=layout, sequences=options.limit,
+        options.folder, options.data, field=options.field, chat=options.chat, layout=layout, sequences=options.limit,
         sequence_length=options.sequence_length, precision=options.precision, device=options.device,
     )
     if options.json_:
@@ -94,7 +97,7 @@ def run(options: EvalOptions) -> int:
 
 
 def _run_tasks(options: EvalOptions) -> int:
-    unused = ["data", "field", "sequence_length", *(name for name in LAYOUT if name not in ("tp", "pp"))]
+    unused = ["data", "field", "chat", "sequence_length", *(name for name in LAYOUT if name not in ("tp", "pp"))]
     reject_unused(options, unused, "--tasks has texts of its own, and computes each question on --tp and --pp ranks")
     found = shoal.evaluate_tasks(
         options.folder, options.tasks.split(","), tp=options.tp, pp=options.pp, limit=options.limit,

@@ -24,6 +24,7 @@ class Evaluation:
             Pile", section 3.1). Unlike the loss it compares models with different tokenizers.
         tokens: predicted tokens, with ends of documents.
         documents, bytes: size of the text. The bytes, and the loss per byte, are None for a text that is stored as ids.
+            Conversations have no loss per byte, since only a part of them counts.
     """
 
     loss: float
@@ -35,7 +36,8 @@ class Evaluation:
 
 
 def choose_text(
-    source: ModelSource, data: tuple[str, ...], sequence_length: int | None, field: str | None = None
+    source: ModelSource, data: tuple[str, ...], sequence_length: int | None, field: str | None = None,
+    chat: bool | None = None,
 ) -> DataConfig:
     """Return the data section of an evaluation: the given files, or the documents that a run held out.
 
@@ -43,6 +45,7 @@ def choose_text(
         data: files, folders or globs; () is the run's own validation split.
         sequence_length: tokens per sequence (default: the run's).
         field: field of the files with the text (default: the run's).
+        chat: whether the files have conversations (default: the run's).
 
     Raises:
         UsageError: no text is given and the model has none of its own, or the sequences are too long for it.
@@ -53,12 +56,11 @@ def choose_text(
         raise UsageError(f"--sequence-length {length}: the model has positions for {shape.max_sequence} tokens.")
     if not data and (not source.is_run or config.reads == "synthetic"):
         raise UsageError("this model comes without a text.\n  Name one: --data PATH.")
-    if field is not None and not data:
-        raise UsageError(f"--field {field}: the run's own text has its field already.\n  Name another: --data PATH.")
+    given = {name: value for name, value in (("field", field), ("chat", chat)) if value is not None}
+    if given and not data:
+        raise UsageError(f"--{next(iter(given))}: the run's own text is read as in training.\n  Name another: --data PATH.")
     text = config.select_files(data) if data else config
-    return text.model_copy(
-        update={"sequence_length": length, "sampler": "even"} | ({"field": field} if field is not None else {})
-    )
+    return text.model_copy(update={"sequence_length": length, "sampler": "even"} | given)
 
 
 def evaluate_on_rank(source: ModelSource, config: RunConfig, sequences: int | None) -> Evaluation:
@@ -69,5 +71,5 @@ def evaluate_on_rank(source: ModelSource, config: RunConfig, sequences: int | No
         found = model.sum_complete(samples, sequences, show)
     text, loss = samples.contents, found.mean
     perplexity = math.exp(loss) if loss < math.log(1e300) else math.inf
-    bits = loss / math.log(2) * samples.tokens / text.bytes if text.bytes else None
+    bits = loss / math.log(2) * samples.tokens / text.bytes if text.bytes and not config.data.chat else None
     return Evaluation(loss, perplexity, bits, found.tokens, text.documents, text.bytes)

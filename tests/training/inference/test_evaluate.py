@@ -120,8 +120,28 @@ def test_json_lines_with_another_field_are_read(run, tmp_path, capsys):
         shoal.evaluate(run, file)
     assert main(["eval", str(run), "--data", str(file), "--field", "content"]) == 0
     assert capsys.readouterr().out.endswith(" of a text of 1 document, 28 bytes\n")
-    with pytest.raises(UsageError, match="--field content: the run's own text has its field already"):
+    with pytest.raises(UsageError, match="--field: the run's own text is read as in training"):
         shoal.evaluate(run, field="content")
+
+
+def test_conversations_count_only_what_the_assistant_says(run, tmp_path, capsys):
+    question, answer = "User: one fish?\nAssistant:", " two fish\n"
+    messages = [{"role": "user", "content": "one fish?"}, {"role": "assistant", "content": "two fish"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    stream = torch.tensor([*f"{question}{answer}".encode(), 256])
+    source = open_source(run)
+    logits = load_model(source, source.on(Layout())).logits(stream[None, :-1])[0]
+    spoken = slice(len(question) - 1, None)
+    expected = F.cross_entropy(logits[spoken], stream[1:][spoken]).item()
+    found = shoal.evaluate(run, tmp_path / "chat.jsonl", chat=True, sequence_length=64)
+    assert (found.loss, found.tokens, found.bits_per_byte) == (pytest.approx(expected), len(answer) + 1, None)
+    words = ["eval", str(run), "--data", str(tmp_path / "chat.jsonl"), "--sequence-length", "64"]
+    assert main([*words, "--chat"]) == 0
+    assert f"{found.loss:.6f}" in (out := capsys.readouterr().out) and "bits per byte" not in out
+    assert main([*words, "--no-chat"]) == 2
+    assert "data.chat reads conversations" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--chat: the run's own text is read as in training"):
+        shoal.evaluate(run, chat=True)
 
 
 def test_an_exported_model_has_the_same_loss(run, texts, tmp_path):
