@@ -131,12 +131,12 @@ def _spell_flags(sections: Mapping[str, type[BaseModel]], args: list[str]) -> li
     for i, word in enumerate(args):
         option, equals, value = word.partition("=")
         section, _, name = option.removeprefix("--").replace("-", "_").rpartition(".")
-        value = (value if equals else next(iter(args[i + 1 :]), "")).capitalize()
+        value = (value if equals else next(iter(args[i + 1 :]), "--")).capitalize()
         kinds = get_type_hints(sections[section]) if section in sections and option.startswith("--") else {}
         prefix, kind = f"--{section}{'.' * bool(section)}", _bare(kinds.get(name))
         if value not in ("True", "False"):
             bare = name if name in kinds else name.removeprefix("no_")
-            if get_args(kinds.get(bare)) == (bool, NoneType) and not equals:
+            if get_args(kinds.get(bare)) == (bool, NoneType) and not equals and value.startswith("--"):
                 spelled[i] = f"{prefix}{bare.replace('_', '-')}={bare == name}"
         elif kind is bool:
             flag = name if value == "True" else f"no_{name}"

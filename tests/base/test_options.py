@@ -11,7 +11,7 @@ from shoal.base.usual_names import USUAL_NAMES
 from shoal.cli.estimate import EstimateOptions
 from shoal.cli.run.data import TokenizerOptions
 from shoal.spec.config import DataConfig, OptimizerConfig, RunConfig
-from shoal.spec.config.model import ExpertsConfig
+from shoal.spec.config.model import ExpertsConfig, ModelConfig
 from shoal.spec.layout import Layout
 
 
@@ -120,3 +120,12 @@ def test_the_row_of_help_itself_is_left_out(columns: int, monkeypatch, capsys) -
 def test_help_says_what_stands_below_a_field() -> None:
     assert docstrings(TokenizerOptions)["vocab_size"].startswith("Vocabulary size, including the 256 bytes")
     assert docstrings(Layout).keys() == Layout.model_fields.keys()
+
+
+@pytest.mark.parametrize(("words", "value"), [
+    (["--model.tied"], True), (["--model.no-tied"], False), (["--model.tied", "false"], False),
+    (["--model.tied=true"], True), ([], None),
+])
+def test_a_flag_with_a_third_value_is_spelled_as_one_too(words: list[str], value: bool | None) -> None:
+    given = read("shoal train", "", {"model": ModelConfig}, {}, [*words, "--model.layers", "2"])
+    assert (given["model"]["tied"], given["model"]["layers"]) == (value, 2)

@@ -58,7 +58,9 @@ def choose_text(
         raise UsageError("this model comes without a text.\n  Name one: --data PATH.")
     given = {name: value for name, value in (("field", field), ("chat", chat)) if value is not None}
     if given and not data:
-        raise UsageError(f"--{next(iter(given))}: the run's own text is read as in training.\n  Name another: --data PATH.")
+        raise UsageError(
+            f"--{next(iter(given))}: the run's own text is read as in training.\n  Name another: --data PATH."
+        )
     text = config.select_files(data) if data else config
     return text.model_copy(update={"sequence_length": length, "sampler": "even"} | given)
 
