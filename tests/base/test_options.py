@@ -10,8 +10,9 @@ from shoal.base.section import docstrings
 from shoal.base.usual_names import USUAL_NAMES
 from shoal.cli.estimate import EstimateOptions
 from shoal.cli.run.data import TokenizerOptions
+from shoal.cli.run.eval import EvalOptions
 from shoal.spec.config import DataConfig, OptimizerConfig, RunConfig
-from shoal.spec.config.model import ExpertsConfig, ModelConfig
+from shoal.spec.config.model import ExpertsConfig
 from shoal.spec.layout import Layout
 
 
@@ -123,9 +124,8 @@ def test_help_says_what_stands_below_a_field() -> None:
 
 
 @pytest.mark.parametrize(("words", "value"), [
-    (["--model.tied"], True), (["--model.no-tied"], False), (["--model.tied", "false"], False),
-    (["--model.tied=true"], True), ([], None),
+    (["--chat"], True), (["--no-chat"], False), (["--chat", "false"], False), (["--chat=true"], True), ([], None),
 ])
 def test_a_flag_with_a_third_value_is_spelled_as_one_too(words: list[str], value: bool | None) -> None:
-    given = read("shoal train", "", {"model": ModelConfig}, {}, [*words, "--model.layers", "2"])
-    assert (given["model"]["tied"], given["model"]["layers"]) == (value, 2)
+    given = read("shoal eval", "", {"": EvalOptions}, {}, ["RUN", *words, "--limit", "2"])[""]
+    assert (given["chat"], given["limit"]) == (value, 2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ PLAIN = (
 TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja")
 """Files beside a tokenizer in which a template may be."""
 
+GENERATION_TAG = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+"""Tag of transformers around what the assistant says, of which Jinja knows nothing."""
+
 PLAIN_STOP = ("\nUser:", "\nSystem:", "\nAssistant:")
 
 
@@ -45,12 +50,14 @@ class ChatTemplate:
 
         self.text, self.names, self.stop = template, names, tuple(stop)
         self.fingerprint = f"{template} {sorted(names.items())}"
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         self._errors = jinja2.TemplateError
         try:
-            self._template = environment.from_string(template)
+            self._template = environment.from_string(GENERATION_TAG.sub(_as_block, template))
         except self._errors as error:
             raise UsageError(f"the chat template of the model is not valid: {error}") from None
 
@@ -96,27 +103,36 @@ class ConversationEncoder:
         self._template = ChatTemplate.find(folders)
         self.fingerprint = xxhash.xxh3_128_hexdigest(self._template.fingerprint.encode())
 
-    def encode(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, messages: Sequence[Message]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the ids [tokens] of a conversation, with the end of the document, and whether each counts, bool.
 
+        A template may write a message of the assistant otherwise once more follow, such as without its reasoning. Then
+        each of them ends a document of its own, in which it alone counts: what a model reads when it has to write it.
+
         Raises:
-            UsageError: the template refuses the messages, or changes earlier ones when more follow.
+            UsageError: the template refuses the messages, or changes them for the next reply.
         """
         full = self._template.render(messages, reply=False)
-        spans = []
+        texts = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             before = self._template.render(messages[:number])
             through = self._template.render(messages[: number + 1], reply=False)
-            if not (through.startswith(before) and full.startswith(through)):
+            if not through.startswith(before):
                 raise UsageError(f"the chat template of the model writes message {number + 1} otherwise in its place.")
-            spans.append((len(before), len(through)))
-        ids, starts = self._tokenizer.encode_with_starts(full)
+            texts.append((through, (len(before), len(through))))
+        if all(full.startswith(through) for through, _ in texts):
+            return [self._encode(full, [span for _, span in texts], ends=messages[-1]["role"] == "assistant")]
+        return [self._encode(through, [span], ends=True) for through, span in texts]
+
+    def _encode(self, text: str, spans: Sequence[tuple[int, int]], *, ends: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a text and whether each counts: those that begin in a span, and the end of the document."""
+        ids, starts = self._tokenizer.encode_with_starts(text)
         counts = np.zeros(len(ids) + 1, dtype=bool)
         for first, last in spans:
             counts[:-1] |= (starts >= first) & (starts < last)
-        counts[-1] = messages[-1]["role"] == "assistant"
+        counts[-1] = ends
         counts[0] = False  # nothing precedes it
         return np.append(ids, self._tokenizer.end_of_document), counts
 
@@ -130,6 +146,11 @@ def _special_names(values: dict[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             found[name] = token
     return found
+
+
+def _as_block(tag: re.Match[str]) -> str:
+    """Return a tag of Jinja that shows its block, with the same control of white space."""
+    return f"{tag[1]}{'endif' if tag[2] else 'if true'}{tag[3]}"
 
 
 def _refuse(message: str) -> None:

@@ -153,7 +153,10 @@ def as_document(value: object, name: str, where: str, skipped: Skipped) -> Itera
     if skipped.chat:
         messages = _as_messages(value)
         if messages is None:
-            what = f"{where}: the field '{name}' holds no list of messages with a role and a content that are text."
+            first = value[0] if isinstance(value, list) and value else None
+            found = f"; the first message has {', '.join(sorted(map(str, first)))}" if isinstance(first, dict) else ""
+            what = f"{where}: the field '{name}' holds no list of messages with a role and a content that are text"
+            what += f"{found}."
             skipped.unreadable("not a conversation", what)
             return
         value = json.dumps(messages, ensure_ascii=False)

@@ -202,15 +202,17 @@ def _add_conversation(
     The stream of a split has s ids for each sequence, and the first of the next: the target of the last one.
     """
     try:
-        ids, counts = encoder.encode(json.loads(text))
+        documents = encoder.encode(json.loads(text))
     except UsageError as error:
         skipped.unreadable("refused by the chat template", f"{error} The conversation begins with {text[:80]!r}.")
         return
-    if len(ids) > config.sequence_length:
-        skipped.count("longer than data.sequence_length", f"{len(ids)} tokens, beginning with {text[:80]!r}")
-    elif not counts.any():
-        skipped.count("without a message of the assistant", f"beginning with {text[:80]!r}")
-    else:
+    for ids, counts in documents:
+        if len(ids) > config.sequence_length:
+            skipped.count("longer than data.sequence_length", f"{len(ids)} tokens, beginning with {text[:80]!r}")
+            continue
+        if not counts.any():
+            skipped.count("without a message of the assistant", f"beginning with {text[:80]!r}")
+            continue
         reject_unknown_ids(ids, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
         left = -writer.tokens % config.sequence_length
         if len(ids) > left:
@@ -218,6 +220,7 @@ def _add_conversation(
         marked = ids.astype(np.uint32) | (counts * np.uint32(COUNTS))
         marked[-1] |= ENDS
         writer.add(marked, size)
+        size = 0  # each conversation counts once
 
 
 def batch_documents(documents: Iterator[Document], skipped: Skipped) -> Iterator[list[tuple[Document, bytes]]]:

@@ -59,12 +59,12 @@ def config_for(tmp_path, conversations, **settings) -> DataConfig:
 @pytest.mark.parametrize("turns", range(4))
 def test_the_assistants_words_count(turns):
     messages = conversation(turns)
-    ids, counts = ConversationEncoder(BYTES).encode(messages)
+    ((ids, counts),) = ConversationEncoder(BYTES).encode(messages)
     assert ids[-1] == END and counts[-1]
     kept = BYTES.decode(ids[counts])
     assert kept == "".join(f" {m['content']}\n" for m in messages if m["role"] == "assistant")
     assert BYTES.decode(ids) == "".join(f"{m['role'].capitalize()}: {m['content']}\n" for m in messages)
-    _, counts = ConversationEncoder(BYTES).encode([*messages, {"role": "user", "content": "And?"}])
+    ((_, counts),) = ConversationEncoder(BYTES).encode([*messages, {"role": "user", "content": "And?"}])
     assert not counts[-1]
 
 
@@ -77,7 +77,7 @@ def test_ids_and_masks_are_those_of_transformers(folder, turns):
     found = theirs.apply_chat_template(
         conversation(turns), chat_template=TEMPLATE, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    ids, counts = ConversationEncoder(tokenizer).encode(conversation(turns))
+    ((ids, counts),) = ConversationEncoder(tokenizer).encode(conversation(turns))
     assert ids[:-1].tolist() == found["input_ids"]
     assert counts[:-1].tolist() == [bool(mask) for mask in found["assistant_masks"]]
 
@@ -88,7 +88,7 @@ def test_each_sequence_holds_complete_conversations(tmp_path, folder, named):
     conversations = [conversation(i) for i in range(60)]
     config = config_for(tmp_path, conversations, document_mask=True, sequence_length=320, **tokenizer)
     encoder = ConversationEncoder(load_tokenizer(config.tokenizer))
-    encoded = [encoder.encode(messages) for messages in conversations]
+    encoded = [each for messages in conversations for each in encoder.encode(messages)]
     expected = sorted(ids.tolist() for ids, _ in encoded)
     found, counted = [], 0
     for split in ("train", "validation"):
@@ -97,7 +97,7 @@ def test_each_sequence_holds_complete_conversations(tmp_path, folder, named):
         counted += batch.unmasked()
         for tokens, documents in zip(batch.tokens, batch.documents, strict=True):
             pieces = [tokens[documents == number].tolist() for number in range(int(documents.max()) + 1)]
-            found += [piece for piece in pieces if piece != [encoder.encode(conversations[0])[0][-1]]]
+            found += [piece for piece in pieces if piece != [encoded[0][0][-1]]]
     assert sorted(found) == expected
     assert counted == sum(counts.sum() for _, counts in encoded)
 
@@ -111,7 +111,7 @@ def test_targets_are_the_next_tokens_of_the_assistant_alone(tmp_path):
     text = BYTES.decode(batch.targets[0][batch.targets[0] != IGNORE].tolist())
     assert text.startswith(" Antwort 1 0, größer. 🐟\n Antwort 1 1") and "Question" not in text
     complete = open_complete(config.model_copy(update={"validation_fraction": 1.0}))
-    total = sum(ConversationEncoder(BYTES).encode(conversation(1))[1].sum() for _ in range(4))
+    total = sum(ConversationEncoder(BYTES).encode(conversation(1))[0][1].sum() for _ in range(4))
     assert complete.batch(range(complete.samples + 2)).unmasked() == total
 
 
@@ -135,11 +135,37 @@ def test_conversations_that_do_not_fit_are_counted(tmp_path, capsys):
 
 @pytest.mark.parametrize("value", [[], "text", [{"role": "user"}], [{"role": 1, "content": "x"}], ["x"], None])
 def test_what_is_no_conversation_is_named(tmp_path, value):
-    with pytest.raises(UsageError, match=r"line 1: the field 'messages' holds no list of messages"):
+    with pytest.raises(UsageError, match=r"line 1: the field 'messages' holds no list of messages") as refused:
         open_shards(config_for(tmp_path, [value]), BYTES)
+    assert ("; the first message has role." in str(refused.value)) == (value == [{"role": "user"}])
 
 
-def test_a_template_that_changes_earlier_messages_is_refused(tmp_path, folder):
+THINKING = (  # the last message alone has its reasoning, as in Qwen3's
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' and loop.last %}"
+    "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{{- m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def test_where_reasoning_is_left_out_later_each_reply_is_a_document(tmp_path, folder):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(THINKING)
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    messages = conversation(1)
+    first, second = ConversationEncoder(tokenizer).encode(messages)
+    question = "<|im_start|>user\nQuestion 1 {0}?<|im_end|>\n<|im_start|>assistant\n"
+    reply = "<think>\n\n</think>\n\nAntwort 1 {0}, größer. 🐟<|im_end|>\n"
+    read = question.format(0), question.format(0) + "Antwort 1 0, größer. 🐟<|im_end|>\n" + question.format(1)
+    for turn, (ids, counts) in enumerate((first, second)):
+        before, spoken = tokenizer.encode_chat(read[turn]), tokenizer.encode_chat(reply.format(turn))
+        assert ids.tolist() == [*before, *spoken, tokenizer.end_of_document]
+        assert counts.tolist() == [False] * len(before) + [True] * (len(spoken) + 1)
+    config = config_for(tmp_path, [messages], tokenizer=str(tokenizer.path), validation_fraction=1e-9)
+    split = CacheManifest.read(open_shards(config, tokenizer)).splits["train"]
+    assert (split.documents, split.bytes) == (2, len(json.dumps(messages, ensure_ascii=False).encode()))
+
+
+def test_a_template_that_changes_messages_for_a_reply_is_refused(tmp_path, folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     template = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}"

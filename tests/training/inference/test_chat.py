@@ -60,6 +60,19 @@ def test_a_template_writes_what_transformers_writes(folder):
         ours.render([{"role": "tool", "content": ""}])
 
 
+@pytest.mark.parametrize("template", [
+    "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
+    "{% for m in messages %}\n  {%- generation -%}\n  {{ m.content }} \n{%- endgeneration %} |\n{% endfor %}",
+    "{{ messages | tojson(indent=2, sort_keys=True) }}",
+])
+def test_tags_and_filters_of_transformers_are_known(template, folder):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder, chat_template=template)
+    expected = theirs.apply_chat_template(MESSAGES, tokenize=False)
+    assert ChatTemplate(template, {}).render(MESSAGES, reply=False) == expected
+
+
 def test_a_template_cannot_reach_python():
     template = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {})
     with pytest.raises(UsageError, match="refuses these messages"):
