@@ -23,7 +23,7 @@ from shoal.engine.checkpoint.gguf import export_gguf as export_gguf_file
 from shoal.engine.checkpoint.hugging_face import HFWeights
 from shoal.engine.checkpoint.hugging_face_export import HFExport
 from shoal.engine.data.chat import PLAIN, ChatTemplate
-from shoal.engine.data.tokenizer import BytesTokenizer, Tokenizer
+from shoal.engine.data.tokenizer import BytesTokenizer, Tokenizer, has_other_tokenizer
 from shoal.engine.optim.schedule import learning_rate
 from shoal.spec.config import build_config
 from shoal.spec.hugging_face import hf_config
@@ -31,7 +31,7 @@ from shoal.spec.optimizers import READ_BY
 from shoal.training.inference.source import describe_hf, describe_run, find_good_checkpoint, find_hf_folder
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
-"""Files that go along from the folder that a run started with."""
+"""Files that belong to a tokenizer or a model, in the run folder or in the folder that a run started with."""
 
 
 def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_length: int | None = None) -> str:
@@ -122,7 +122,7 @@ def export_hf(
         longest = max(shape.max_sequence, config.data.sequence_length)  # rotary positions are as many as were trained
         described = hf_config(shape.model_copy(update={"max_sequence": longest}), stored.dtype, str(run_folder)) | ends
         write_atomically(made / "config.json", json.dumps(described, indent=2))
-        tokens = _write_tokenizer(tokenizer, config.model.weights, made)
+        tokens = _write_tokenizer(tokenizer, Path(run_folder), config.model.weights, made)
         for path in (*made.iterdir(), made):
             storage.sync(path)
         storage.rename(made, out)
@@ -189,10 +189,13 @@ def export_gguf(run_folder: str | Path, out: str | Path, *, dtype: str = "saved"
     return f"{out}: {architecture}, step {found.step}, {out.stat().st_size:,} bytes; {tokens}"
 
 
-def _write_tokenizer(tokenizer: Tokenizer, weights: Path | None, made: Path) -> str:
-    for file in BESIDE:
-        if weights is not None and (weights / file).is_file():
-            shutil.copyfile(weights / file, made / file)
+def _write_tokenizer(tokenizer: Tokenizer, run_folder: Path, weights: Path | None, made: Path) -> str:
+    name = "bytes" if isinstance(tokenizer, BytesTokenizer) else str(tokenizer.path)
+    for folder in (weights, run_folder):
+        if folder is not None and not has_other_tokenizer(folder, name):
+            for file in BESIDE:
+                if (folder / file).is_file():
+                    shutil.copyfile(folder / file, made / file)
     if isinstance(tokenizer, BytesTokenizer):
         return "no tokenizer (the run reads bytes)"
     shutil.copyfile(tokenizer.path, made / "tokenizer.json")

@@ -302,6 +302,20 @@ def test_an_export_is_as_long_as_it_was_trained(corpus, pool, tmp_path):
     assert read_manifest(saved.path).extra["model"]["max_sequence"] == 16
 
 
+def test_a_chat_template_beside_the_tokenizer_is_exported(corpus, pool, tmp_path):
+    from transformers import AutoTokenizer
+
+    shoal.train_tokenizer(small_config(corpus).data, vocab_size=280, out=tmp_path / "own" / "tokenizer.json")
+    (tmp_path / "own" / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    config = small_config(
+        corpus, train={"steps": 1, "validate_every": 0}, data={"tokenizer": str(tmp_path / "own" / "tokenizer.json")})
+    folder = train_in(pool, config, tmp_path / "run")
+    shoal.export_hf(folder, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False) == "<Hello>"
+    assert tokenizer.eos_token == "<|endoftext|>"
+
+
 def test_experts_in_every_layer_of_a_model_of_the_catalog_are_exported(corpus, pool, tmp_path):
     """Their width is not that of its dense layers, of which none is left."""
     model = {"name": "tiny", "layers": 1, "hidden": 32, "heads": 2, "experts": {"count": 4, "per_token": 2, "ffn": 48}}

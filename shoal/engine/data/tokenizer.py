@@ -156,6 +156,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     return BytesTokenizer() if name == "bytes" else FileTokenizer(expanded(name, "data.tokenizer"))
 
 
+def has_other_tokenizer(folder: Path, name: str) -> bool:
+    """Return whether the tokenizer in a model folder is another than the one that ``data.tokenizer`` names."""
+    theirs = folder / "tokenizer.json"
+    return theirs.is_file() and (name == "bytes" or read_bytes(theirs) != read_bytes(expanded(name, "data.tokenizer")))
+
+
 def build_shape(config: RunConfig) -> ModelShape:
     """Return the shape of a run's model, which has the vocabulary of the run's tokenizer."""
     vocab = load_tokenizer(config.data.tokenizer).vocab_size

@@ -19,8 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from shoal.base.files import expanded
 from shoal.base.terminal import printable
-from shoal.engine.data.tokenizer import BytesTokenizer
+from shoal.engine.data.tokenizer import BytesTokenizer, has_other_tokenizer
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.training.records.metrics import StepMetrics
@@ -72,6 +73,10 @@ class Display:
         if config.data.tokenizer == "bytes" and vocab > BytesTokenizer.vocab_size and config.data.reads != "synthetic":
             used = f"{BytesTokenizer.vocab_size} of the {vocab:,} ids of model.weights"
             facts.append(("note", f"text is read as bytes, {used}: set data.tokenizer to the model's tokenizer.json"))
+        elif (weights := config.model.weights) and has_other_tokenizer(
+            expanded(weights, "model.weights"), config.data.tokenizer
+        ):
+            facts.append(("note", "data.tokenizer is not that of model.weights: its ids may stand for other text"))
         trained, length = getattr(config.model, "max_sequence", None), config.data.sequence_length
         if config.model.weights and trained and length > trained:
             facts.append(("note", f"sequences of {length:,} tokens: model.weights had {trained:,} in training"))

@@ -98,6 +98,18 @@ def test_a_model_whose_tokenizer_is_missing_is_told_that_it_reads_bytes(tmp_path
         assert (note in file.getvalue()) is noted
 
 
+def test_a_tokenizer_that_is_not_the_models_is_noted(tmp_path):
+    note = "data.tokenizer is not that of model.weights"
+    for name, text in (("model/tokenizer.json", "{}"), ("same.json", "{}"), ("other.json", "[]")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for name in ("same.json", "other.json"):
+        values = {"model": {"weights": str(tmp_path / "model")}, "data": {"tokenizer": str(tmp_path / name)}}
+        view = Display(Console(file=(file := io.StringIO()), width=120))
+        view.banner(build_config(values), parameters=1, device="cpu", threads=1, folder=tmp_path)
+        assert (note in file.getvalue()) is (name == "other.json")
+
+
 def test_sequences_beyond_those_of_the_imported_weights_are_noted(tmp_path):
     note = "sequences of 4,096 tokens: model.weights had 2,048 in training"
     for model, length in (("weights", 4096), ("weights", 2048), ("name", 4096)):
