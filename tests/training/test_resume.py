@@ -192,6 +192,7 @@ def contents(folder) -> dict[str, bytes]:
     ("data.sequence_length", "16", "32"),
     ("data.validation_fraction", "0.02", "0.1"),
     ("optimizer.name", "sgd", "adamw"),
+    ("model.weights", "elsewhere", ""),
 ])
 def test_what_would_not_continue_the_run_is_refused_by_name(half, name, value, was, capfd):
     before = contents(half)

@@ -91,6 +91,11 @@ class PackedDataset:
         contents = stream.contents
         self.vocab_size, self.fingerprint = contents.vocab_size, contents.fingerprint
         self.samples = (len(stream) - 1) // sequence_length  # the last sequence needs one more target
+        if not contents.documents and contents.left_out:
+            raise UsageError(
+                f"data: the {stream.split} split of {contents.corpus} has no documents. Left out:\n"
+                + "\n".join(contents.left_out) + "\n  Give other text, or change the setting that leaves it out."
+            )
         if self.samples < 1:
             raise UsageError(
                 f"data: the {stream.split} split of {contents.corpus} has {len(stream)} tokens in "

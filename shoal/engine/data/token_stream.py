@@ -120,6 +120,7 @@ class StreamContents:
         fingerprint: key of the content; equal fingerprints hold the same text with the same tokenisation.
         vocab_size: upper bound (exclusive) of all ids.
         bytes: UTF-8 bytes of the text; None if unknown.
+        left_out: lines that say how many documents of the corpus were left out, and why.
     """
 
     corpus: str
@@ -128,6 +129,7 @@ class StreamContents:
     documents: int
     bytes: int | None
     files: int
+    left_out: tuple[str, ...] = ()
 
 
 class Stream(Protocol):
@@ -181,7 +183,7 @@ class TokenStream:
     def contents(self) -> StreamContents:
         return StreamContents(
             self.manifest.corpus, self.folder.name, self.manifest.vocab_size, self.info.documents,
-            self.info.bytes or None, len(self._shards),
+            self.info.bytes or None, len(self._shards), tuple(self.manifest.summary()[1:]),
         )
 
     def ends(self, ids: np.ndarray, start: int) -> np.ndarray:
