@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from shoal.base.errors import UsageError
 from shoal.base.options import reject_unused
@@ -53,7 +53,7 @@ class ClusterJob(Section):
     gpu: str = Field(default="", pattern=r"^[\w.-]*$")
     """Type of GPU, such as H100 (sky)."""
 
-    time: str = Field(default="", pattern=r"^(\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2})?$")
+    time: str = ""
     """Time limit of an allocation, such as 04:00:00 (slurm). The run saves and is queued again before it ends."""
 
     partition: str = Field(default="", pattern=r"^[\w.,-]*$")
@@ -68,6 +68,13 @@ class ClusterJob(Section):
     volume: str = Field(default="", pattern=r"^[\w./-]*$")
     """Storage of the runs, mounted at the parent of the run folder: an existing claim (k8s; default: a new one) or a
     volume (sky). With an image on slurm: another folder to mount, at its own path."""
+
+    @field_validator("time")
+    @classmethod
+    def _of_slurm(cls, value: str) -> str:
+        if not re.fullmatch(r"(\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2})?", value):
+            raise ValueError("give minutes, hours:minutes:seconds or days-hours:minutes:seconds, such as 04:00:00")
+        return value
 
     @property
     def name(self) -> str:

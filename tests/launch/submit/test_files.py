@@ -126,7 +126,7 @@ def run(folder: Path, codes: list[int], **job: Any) -> tuple[int, list[str]]:
     return done.returncode, (folder / "said").read_text().splitlines()
 
 
-STEP = "--kill-on-bad-exit=1 shoal train runs/one.toml --run-folder runs/one --auto-resume"
+STEP = "--kill-on-bad-exit=1 shoal train runs/one.job.toml --run-folder runs/one --auto-resume"
 
 
 @pytest.mark.parametrize(("codes", "code", "called"), [
@@ -140,7 +140,15 @@ STEP = "--kill-on-bad-exit=1 shoal train runs/one.toml --run-folder runs/one --a
 ])
 def test_the_batch_script_goes_on_where_that_helps(codes, code, called, tmp_path):
     assert run(tmp_path, codes) == (code, called)
-    assert build_config(tomllib.loads((tmp_path / "runs" / "one.toml").read_text())) == CONFIG
+    assert build_config(tomllib.loads((tmp_path / "runs" / "one.job.toml").read_text())) == CONFIG
+
+
+def test_a_file_named_as_the_run_folder_is_kept(tmp_path):
+    """Such as the one that was submitted: shoal launch one.toml --run-folder one."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "one.toml").write_text("# mine")
+    assert run(tmp_path, [0])[0] == 0
+    assert (tmp_path / "runs" / "one.toml").read_text() == "# mine"
 
 
 def test_a_container_sees_the_folder_of_the_job_and_the_volume(tmp_path):
@@ -334,7 +342,7 @@ def test_their_commands_are_commands(words, tmp_path, capfd):
     ("--on slurm --run-folder runs/1", r"does not begin with a letter"),
     ("--on slurm --run-folder runs/one --volume /data", r"there is no --image"),
     ("--on k8s --run-folder /runs/one --image a --time 1:00", r"--time 1:00: --on k8s has no use for it"),
-    ("--on slurm --run-folder runs/one --time soon", r"time = 'soon'"),
+    ("--on slurm --run-folder runs/one --time soon", r"time = 'soon': give minutes, hours:minutes:seconds or "),
     ("--on slurm --run-folder runs/one --partition a;b", r"partition = 'a;b'"),
     ("--on slurm --run-folder runs/one --parallel.tp 3", r"tp"),
     ("--on k8s --run-folder /runs/one --image a --data.tokenizer /there/t.json", r"not on this(.|\n)*set model\.vocab"),
