@@ -157,8 +157,10 @@ class Generation:
                 self.trainer.display.note(f"in the attempt before, rank {lost['rank']} {lost['how']}")
                 if kept := lost.get("recordings"):
                     self.trainer.display.note(describe_recordings(folder, kept, lost["rank"]))
-            ranks, how = self.member.world_size, self.member.how
-            write_event(folder, "resumed", step=self.trainer.step, ranks=ranks, how=how)
+            write_event(
+                folder, "resumed", step=self.trainer.step, ranks=self.member.world_size, how=self.member.how,
+                layout=self.config.parallel.describe(),
+            )
 
     def abandon(self, error: BaseException) -> None:
         """Leave the world for another generation; ``error`` is `Abandoned`, or the consequence of a rank's loss."""

@@ -53,7 +53,7 @@ OPTIONS = """
 
 
 def describe_curves(
-    name: str, metrics: Sequence[StepMetrics], events: Sequence[dict[str, Any]], unit: str = "token"
+    name: str, metrics: Sequence[StepMetrics], events: Sequence[dict[str, Any]], unit: str = "token", layout: str = ""
 ) -> dict[str, Any]:
     """Return a run's curves as plain data: its name, marks, and each figure's title and lines.
 
@@ -61,6 +61,7 @@ def describe_curves(
 
     Args:
         unit: what the run counts.
+        layout: the one that the run began with.
     """
     figures = []
     for key, (title, logarithmic, read) in FIGURES.items():
@@ -74,7 +75,7 @@ def describe_curves(
             points = [[rank, number / GB] for rank, number in enumerate(by_rank[-1])]
             figures.append({"key": RANKS, "title": "peak memory by rank, GB", "log": False, "ranks": _thin(points)})
     figures += _named_figures(metrics)
-    return {"name": printable(name), "figures": figures, "marks": [*_marks(metrics, events)]}
+    return {"name": printable(name), "figures": figures, "marks": [*_marks(metrics, events, layout)]}
 
 
 def _named_figures(metrics: Sequence[StepMetrics]) -> Iterator[dict[str, Any]]:
@@ -106,7 +107,9 @@ def _thin(points: list[list[float]]) -> list[list[float]]:
     return [points[i] for i in sorted(set(kept))]
 
 
-def _marks(metrics: Sequence[StepMetrics], events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _marks(
+    metrics: Sequence[StepMetrics], events: Sequence[dict[str, Any]], before: str
+) -> Iterator[dict[str, Any]]:
     """Yield what happened at a step: restarts, changes of the layout, spikes, and the first value that is not finite.
 
     A layout is known from the events that name it; one that begins after a restart is marked at the restart's step.
@@ -118,12 +121,12 @@ def _marks(metrics: Sequence[StepMetrics], events: Sequence[dict[str, Any]]) -> 
         if type(step) is not int or step < 0:
             continue
         if event["event"] in ("resumed", "recovered", "joined", "rolled back"):
-            changes = event.get("changed")
-            changed |= isinstance(changes, dict) and any(str(name).startswith("parallel.") for name in changes)
             changed |= ranks is not None and event.get("ranks", ranks) != ranks
             ranks = event.get("ranks", ranks)
             words = f"{event['event']} at step {step}"
             layout = event.get("layout")
+            if isinstance(layout, str):
+                changed, before = layout != before, layout
             if changed:
                 words += ", layout changed" + (f" to {layout}" if isinstance(layout, str) else "")
             yield {"step": step, "kind": "layout" if changed else "restart", "text": printable(words)}

@@ -290,7 +290,9 @@ def print_report(console: Console, report: RunReport) -> None:
 def _html(report: RunReport) -> str:
     config, compared = report.config, report.comparison
     lead = f"{config.model.title}, {report.layout}, {config.train.precision}."
-    shown = describe_curves(report.folder.name, report.metrics, report.events, config.counted)
+    shown = describe_curves(
+        report.folder.name, report.metrics, report.events, config.counted, config.parallel.describe()
+    )
     parts: list[Fragment | str] = [html_tiles(report.facts()), curves([shown])]
     if len(happened := event_table(report.events)) > 1:
         parts.append(EVENTS.format(_table(happened)))

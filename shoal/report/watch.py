@@ -62,7 +62,9 @@ class WatchedRuns:
         errors = [f"<p>{_text(f'{name}: {error}')}</p>" for name, error in found if isinstance(error, UsageError)]
         return {
             "runs": [
-                describe_curves(run.name, report.metrics, report.events, run.config.counted)
+                describe_curves(
+                    run.name, report.metrics, report.events, run.config.counted, run.config.parallel.describe()
+                )
                 if isinstance(report, RunReport) else describe_curves(run.name, [], [])
                 for run, (_, report) in zip(self.runs, found, strict=True)
             ],

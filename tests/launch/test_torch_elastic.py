@@ -138,7 +138,8 @@ def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
         assert left.returncode == 0, said
         wait_for(lambda: not any(alive(one) for one in worker), 5)
     assert "1 of 2 ranks available: now on one device" in said
-    assert [event["ranks"] for event in read_events(folder) if event["event"] == "resumed"][-1] == 1
+    last = [event for event in read_events(folder) if event["event"] == "resumed"][-1]
+    assert (last["ranks"], last["layout"]) == (1, "one device")
     failures = [event["how"] for event in read_events(folder) if event["event"] == "failure"]
     assert any(how.startswith("left no record") for how in failures)
     for (_, loss, norm), (_, same_loss, same_norm) in zip(curve(folder), curve(undisturbed), strict=True):

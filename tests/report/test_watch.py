@@ -72,6 +72,14 @@ def test_the_curves_are_the_metrics(runs):
     assert "dp 4 (DDP)" in shown["marks"][-1]["text"]
 
 
+def test_a_layout_is_marked_where_it_changes_and_not_again():
+    """As under torchrun, where each round names its layout and none what changed."""
+    events = [{"event": "resumed", "step": step, "ranks": ranks, "layout": layout}
+              for step, ranks, layout in ((10, 2, "tp 2"), (20, 2, "tp 2"), (30, 4, "dp 2 (DDP) x tp 2"))]
+    marks = describe_curves("one", [], events, layout="dp 2 (DDP) x tp 2")["marks"]
+    assert [mark["kind"] for mark in marks] == ["layout", "restart", "layout"]
+
+
 def test_long_lines_keep_their_extremes_and_what_no_axis_shows_is_left_out():
     def metrics(losses: list[float]) -> list[StepMetrics]:
         return [StepMetrics(step, 10**6, loss, 1e-3, 1.0, 1.0, 1, 1.0) for step, loss in enumerate(losses, 1)]
