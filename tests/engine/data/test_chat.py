@@ -126,7 +126,7 @@ def test_conversations_that_do_not_fit_are_counted(tmp_path, capsys):
     assert manifest.splits["train"].documents == 1
     with pytest.raises(UsageError, match="do not say which ids count"):
         export_megatron(config, tmp_path / "out")
-    with pytest.raises(UsageError, match=r"validation split .* has no documents. Left out:(.|\n)*1 longer than data.seq"):
+    with pytest.raises(UsageError, match=r"validation split .* has no documents. Left out:(.|\n)*1 longer than"):
         open_dataset(config, seed=0, split="validation")
     longer = config.model_copy(update={"sequence_length": 512})
     assert CacheManifest.read(open_shards(longer, BYTES)).splits["train"].documents == 2
