@@ -97,3 +97,21 @@ def test_results_and_configs_are_shown_in_short() -> None:
     plan = shoal.LayoutPlanner("llama-3.2-1b", "8xH100", fixed="pp=1,tp=1").plan()
     assert repr(plan).splitlines()[0] == "<Plan on 8xH100:" and plan.found.layout.describe() in repr(plan)
     assert repr(shoal.LayoutPlanner("llama-3.1-405b", "h100-sxm").plan()) == "<Plan on h100-sxm: nothing fits>"
+
+
+def test_results_can_be_pickled() -> None:
+    """For a cache of a notebook, or estimates by several processes."""
+    layout, found = shoal.Layout(dp=8, zero=3), shoal.LayoutPlanner("llama-3.2-1b", "8xH100", fixed="pp=1,tp=1").plan()
+    estimate = shoal.estimate(layout, model="llama-3-8b", cluster="8xH100")
+    program = shoal.build_program(shoal.SCHEDULES["1f1b"], ranks=2, microbatches=4)
+    for result in (layout, estimate, found, program, shoal.check_program(program), shoal.simulate(program)):
+        assert repr(pickle.loads(pickle.dumps(result))) == repr(result)
+
+
+def test_a_path_is_a_text_also_inside_a_section() -> None:
+    given = {"paths": [Path("a b"), "c"], "tokenizer": Path("t.json"), "validation": {"more": Path("d")}}
+    config = shoal.RunConfig(data=given, checkpoint={"folder": Path("e")})
+    assert (config.data.paths, config.data.tokenizer) == (("a b", "c"), "t.json")
+    assert (config.data.validation, config.checkpoint.folder) == ({"more": "d"}, "e")
+    with pytest.raises(shoal.UsageError, match=r"^RunConfig: train.steps = 'x': input should be a valid integer"):
+        shoal.RunConfig(train={"steps": Path("x")})

@@ -39,8 +39,21 @@ class _Explaining(ModelMetaclass):
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         try:
             return super().__call__(*args, **fields)
+        except ValidationError:
+            fields = _with_texts(fields)
+        try:
+            return super().__call__(*args, **fields)
         except ValidationError as error:
             raise UsageError("\n".join(_list_errors(cls, error, cls.__name__, ()))) from None
+
+
+def _with_texts(value: Any) -> Any:
+    """Return values with text in the place of paths, such as those of files in a list."""
+    if isinstance(value, dict):
+        return {key: _with_texts(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_with_texts, value))
+    return str(value) if isinstance(value, Path) else value
 
 
 class Section(BaseModel, metaclass=_Explaining):

@@ -61,12 +61,12 @@ def train(
         UsageError: the run is impossible; raised before any process starts.
 
     >>> import shoal
-    >>> config = shoal.RunConfig.model_validate({
-    ...     "model": {"name": "tiny", "layers": 1, "hidden": 32, "heads": 2},
-    ...     "parallel": {"dp": 2, "micro_batch": 2},
-    ...     "data": {"source": "synthetic", "sequence_length": 32},
-    ...     "train": {"steps": 2, "global_batch": 4, "device": "cpu"},
-    ... })
+    >>> config = shoal.RunConfig(
+    ...     model={"name": "tiny", "layers": 1, "hidden": 32, "heads": 2},
+    ...     parallel={"dp": 2, "micro_batch": 2},
+    ...     data={"source": "synthetic", "sequence_length": 32},
+    ...     train={"steps": 2, "global_batch": 4, "device": "cpu"},
+    ... )
     >>> shoal.train(config, run_folder="runs/example")
     0
     """

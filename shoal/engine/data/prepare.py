@@ -49,7 +49,7 @@ def train_tokenizer(
     >>> import shoal
     >>> from pathlib import Path
     >>> size = Path("corpus.txt").write_text("one fish, two fish, red fish, blue fish " * 50)
-    >>> config = shoal.RunConfig.model_validate({"data": {"source": "text", "paths": ["corpus.txt"]}})
+    >>> config = shoal.RunConfig(data={"source": "text", "paths": ["corpus.txt"]})
     >>> shoal.train_tokenizer(config.data, vocab_size=300, out="fish.json").vocab_size <= 300
     True
     """
@@ -111,7 +111,7 @@ def describe_data(data: DataConfig) -> DataContents:
         UsageError: naming the invalid input.
 
     >>> import shoal
-    >>> config = shoal.RunConfig.model_validate({"data": {"source": "synthetic", "sequence_length": 16}})
+    >>> config = shoal.RunConfig(data={"source": "synthetic", "sequence_length": 16})
     >>> shoal.describe_data(config.data).sample_tokens
     16
     """
@@ -146,7 +146,7 @@ def export_megatron(data: DataConfig, out: str | Path) -> list[Path]:
     >>> import shoal
     >>> from pathlib import Path
     >>> size = Path("notes.txt").write_text("one fish, two fish\\n" * 100)
-    >>> config = shoal.RunConfig.model_validate({"data": {"paths": ["notes.txt"]}})
+    >>> config = shoal.RunConfig(data={"paths": ["notes.txt"]})
     >>> [path.name for path in shoal.export_megatron(config.data, "notes")]
     ['notes-train', 'notes-validation']
     """

@@ -82,7 +82,7 @@ def submit(config: RunConfig, job: ClusterJob, *, dry_run: bool = False) -> Subm
     Raises:
         UsageError: the run or the job is impossible, or the program that submits is not installed or has failed.
 
-    >>> config = RunConfig.model_validate({"parallel": {"dp": 16}, "train": {"global_batch": 16}})
+    >>> config = RunConfig(parallel={"dp": 16}, train={"global_batch": 16})
     >>> job = ClusterJob(on="slurm", run_folder="runs/one", time="04:00:00")
     >>> [line for line in submit(config, job, dry_run=True).text.splitlines() if "time=" in line or "nodes=" in line]
     ['#SBATCH --nodes=2', '#SBATCH --time=04:00:00']

@@ -223,7 +223,7 @@ def once(count: Callable[Concatenate[MicroBatch, P], T]) -> Callable[Concatenate
 
     @wraps(count)
     def cached(run: MicroBatch, *args: P.args, **named: P.kwargs) -> T:
-        key = (count, *args, *named.items())
+        key = (cached, *args, *named.items())  # by its public name, so that estimates can be pickled
         if key not in run.counted:
             run.counted[key] = count(run, *args, **named)
         return run.counted[key]

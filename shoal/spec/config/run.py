@@ -55,7 +55,7 @@ RENAMED_OPTIONS = {
 class RunConfig(Section):
     """Complete configuration of a run.
 
-    >>> config = RunConfig.model_validate({"parallel": {"dp": 2}, "train": {"steps": 100}})
+    >>> config = RunConfig(parallel={"dp": 2}, train={"steps": 100})
     >>> config.parallel.dp, config.train.steps, config.optimizer.name
     (2, 100, 'adamw')
     """
@@ -192,7 +192,7 @@ def save_config(config: RunConfig, path: str | Path, *, new: bool = False) -> No
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> config = RunConfig.model_validate({"train": {"steps": 7}})
+    >>> config = RunConfig(train={"steps": 7})
     >>> with TemporaryDirectory() as folder:
     ...     save_config(config, Path(folder) / "run.toml")
     ...     load_config(Path(folder) / "run.toml") == config

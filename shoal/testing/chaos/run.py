@@ -114,13 +114,13 @@ def chaos(
         UsageError: an unknown fault, no fault that is possible in this run, or an impossible run.
 
     >>> import shoal
-    >>> config = shoal.RunConfig.model_validate({
-    ...     "model": {"name": "tiny", "layers": 1, "hidden": 32, "heads": 2},
-    ...     "parallel": {"dp": 2},
-    ...     "data": {"source": "synthetic", "sequence_length": 32},
-    ...     "train": {"steps": 6, "global_batch": 2},
-    ...     "checkpoint": {"every": 2},
-    ... })
+    >>> config = shoal.RunConfig(
+    ...     model={"name": "tiny", "layers": 1, "hidden": 32, "heads": 2},
+    ...     parallel={"dp": 2},
+    ...     data={"source": "synthetic", "sequence_length": 32},
+    ...     train={"steps": 6, "global_batch": 2},
+    ...     checkpoint={"every": 2},
+    ... )
     >>> result = shoal.chaos(config, trials=1, faults="exit-0")
     >>> result.passed, result.trials[0].fault
     (True, 'exit-0')

@@ -86,12 +86,12 @@ def verify(
         UsageError: the run cannot be verified here, or an unknown rule or fault.
 
     >>> import shoal
-    >>> config = shoal.RunConfig.model_validate({
-    ...     "model": {"name": "tiny", "layers": 1, "hidden": 32, "heads": 2},
-    ...     "parallel": {"tp": 2},
-    ...     "data": {"source": "synthetic", "sequence_length": 16},
-    ...     "train": {"global_batch": 2},
-    ... })
+    >>> config = shoal.RunConfig(
+    ...     model={"name": "tiny", "layers": 1, "hidden": 32, "heads": 2},
+    ...     parallel={"tp": 2},
+    ...     data={"source": "synthetic", "sequence_length": 16},
+    ...     train={"global_batch": 2},
+    ... )
     >>> shoal.verify(config, steps=1).same
     True
     """
