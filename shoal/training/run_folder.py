@@ -111,11 +111,14 @@ def with_own_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def list_changes(folder: Path, config: RunConfig) -> dict[str, object]:
-    """Return the fields in which a config differs from the one that the run was started with, with the new values."""
+    """Return the fields in which a config differs from the one that the run was started with, with the new values.
+
+    A definition that was written for this start alone has another file each time.
+    """
     first, now = (plain(each) for each in (load_config(folder / RUN_FILE), with_absolute_paths(config)))
     return {
         f"{section}.{name}": value for section, values in now.items() for name, value in values.items()
-        if first[section].get(name) != value
+        if first[section].get(name) != value and not (name == "module" and value.endswith(PICKLED))
     }
 
 

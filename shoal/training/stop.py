@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -49,9 +50,10 @@ class StopRequests:
         return self.ends or (self.requested is not None and self.requested.with_name(REGROUP).exists())
 
     def listen(self, *signals: signal.Signals) -> None:
-        """Count these signals from now on (default: all)."""
-        for signum in signals or self.SIGNALS:
-            signal.signal(signum, self._on_signal)
+        """Count these signals from now on (default: all). Only a program's main thread can: another one trains on."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in signals or self.SIGNALS:
+                signal.signal(signum, self._on_signal)
 
     def __enter__(self) -> StopRequests:
         self._former = {signum: signal.getsignal(signum) for signum in self.SIGNALS}
@@ -61,8 +63,9 @@ class StopRequests:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         # The second signal of a request may still come, and would end a process that has saved its run.
         time.sleep(max(0.0, self._counted + TOGETHER_SECONDS - time.monotonic()))
-        for signum, handler in self._former.items():
-            signal.signal(signum, handler)
+        if threading.current_thread() is threading.main_thread():
+            for signum, handler in self._former.items():
+                signal.signal(signum, handler)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.requested is not None and not self.requested.exists():

@@ -366,6 +366,9 @@ def save_own_model(own: OwnModel, file: Path) -> None:
     """Write a definition whose functions may be of a notebook, with the folders from which it imports.
 
     Modules that are not installed are written with it, so that a change of their files does not change the run.
+
+    Raises:
+        UsageError: naming the field that holds what cannot be written, such as a lock or an open file.
     """
     for function in vars(own).values():
         module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
@@ -374,6 +377,21 @@ def save_own_model(own: OwnModel, file: Path) -> None:
             continue
         if "site-packages" not in path and not path.startswith(sys.base_prefix):
             cloudpickle.register_pickle_by_value(module)
-    content = cloudpickle.dumps(([folder for folder in sys.path if folder], cloudpickle.dumps(own)))
+    try:
+        content = cloudpickle.dumps(([folder for folder in sys.path if folder], cloudpickle.dumps(own)))
+    except Exception as error:  # objects may raise anything
+        name = next((name for name, value in vars(own).items() if not _can_be_pickled(value)), "definition")
+        raise UsageError(
+            f"model.module: its {name} cannot be sent to the ranks: {type(error).__name__}: {error}."
+            "\n  Give a function that makes such objects, or uses them, on each rank."
+        ) from None
     with open(file, "xb") as opened:
         opened.write(content)
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # objects may raise anything
+        return False
+    return True

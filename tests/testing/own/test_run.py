@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -216,6 +217,29 @@ def test_another_model_does_not_resume_a_run(undisturbed):
 def test_wrong_arguments_are_named(arguments, says):
     with pytest.raises(UsageError, match=says):
         shoal.Run(**{"model": UNet, "loss": rebuilt, "data": Images} | arguments)
+
+
+@pytest.mark.parametrize(("own", "name"), [
+    ({"on_step": threading.Lock().acquire}, "on_step"),
+    ({"data": (image for image in ())}, "data"),
+])
+def test_what_cannot_reach_the_ranks_is_named(own, name, tmp_path):
+    data = {"data": own.pop("data")} if "data" in own else {}
+    with pytest.raises(UsageError, match=rf"its {name} cannot be sent to the ranks: TypeError: cannot pickle"):
+        run_of(own=own, **data).train(1, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_it_trains_in_a_thread_and_resumes_there(tmp_path):
+    """Which gets no signals, as in a server or a widget."""
+    found = []
+    for steps, where in ((1, {"folder": tmp_path / "run"}), (2, {"resume": tmp_path / "run"})):
+        thread = threading.Thread(target=lambda steps=steps, where=where: found.append(run_of().train(steps, **where)))
+        thread.start()
+        thread.join()
+    assert [(result.code, len(result.metrics)) for result in found] == [(0, 1), (0, 2)]
+    [resumed] = [event for event in read_events(tmp_path / "run") if event["event"] == "resumed"]
+    assert resumed["changed"] == {"train.steps": 2}, "the definition's new file is no change"
 
 
 def test_a_wrong_field_of_the_optimizer_is_named():
