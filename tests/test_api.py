@@ -99,6 +99,15 @@ def test_results_and_configs_are_shown_in_short() -> None:
     assert repr(shoal.LayoutPlanner("llama-3.1-405b", "h100-sxm").plan()) == "<Plan on h100-sxm: nothing fits>"
 
 
+def test_a_run_its_report_and_its_checkpoint_are_shown_in_short(example: None) -> None:
+    assert repr(shoal.write_report("runs/example")).startswith("<RunReport: example, step 2 of 2, loss ")
+    found = shoal.describe_checkpoint("runs/example/checkpoints/step-00000002")
+    assert str(found) == repr(found) and re.fullmatch(
+        r"<Manifest: step 2, \d+ tensors of [\d,]+ bytes in 1 files>", repr(found))
+    run = shoal.Run(lambda: None, lambda model, batch: None, [1], layout=shoal.Layout(dp=2), name="mine")
+    assert repr(run) == "<Run: mine on dp 2 (DDP)>"
+
+
 def test_results_can_be_pickled() -> None:
     """For a cache of a notebook, or estimates by several processes."""
     layout, found = shoal.Layout(dp=8, zero=3), shoal.LayoutPlanner("llama-3.2-1b", "8xH100", fixed="pp=1,tp=1").plan()

@@ -103,6 +103,11 @@ class RunReport:
     comparison: Comparison | None = None
     no_timeline: str = NO_PROFILE
 
+    def __repr__(self) -> str:
+        last = self.metrics[-1]
+        loss = "" if last.loss is None else f", loss {last.loss:.4f}"
+        return f"<RunReport: {printable(self.folder.name)}, step {last.step} of {last.steps}{loss}: {self.file}>"
+
     @property
     def layout(self) -> str:
         """Layout that the run has now, which the newest event that names one changed."""

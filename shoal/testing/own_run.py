@@ -166,6 +166,9 @@ class Run:
                 why = f"\n  operators are not split: {found.unsplit}" if found.unsplit else ""
                 print(f"layout auto: {found.fitting[0].summary()}{why}")
 
+    def __repr__(self) -> str:
+        return f"<Run: {self.config.model.name} on {self.config.parallel.describe()}>"
+
     @check_arguments
     def train(
         self, steps: PositiveInt, *, folder: str | Path | None = None, resume: str | Path | None = None

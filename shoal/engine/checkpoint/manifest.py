@@ -150,6 +150,12 @@ class Manifest(_ManifestModel):
     files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
 
+    def __repr__(self) -> str:
+        held = f"{len(self.tensors)} tensors of {self.bytes:,} bytes"
+        return f"<Manifest: step {self.step}, {held} in {len(self.files)} files>"
+
+    __str__ = __repr__
+
     @property
     def bytes(self) -> int:
         return sum(tensor.bytes for tensor in self.tensors.values())
