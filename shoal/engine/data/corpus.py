@@ -188,6 +188,8 @@ def _check_source(config: DataConfig, where: str, chosen: str, unread: tuple[str
         if (value := getattr(config, name)) != DataConfig.model_fields[name].default:
             readers = " or ".join(source.replace("files", "auto") for source in _READERS.get(name, ()))
             remedy = f"Set {where}.source ({readers.replace(' or ', ', ')}), or leave" if readers else "Leave"
+            if config.mixture:
+                remedy = f"Give it to a source of the mixture ({where}.mixture.{next(iter(config.mixture))}), or leave"
             raise UsageError(
                 f"{where}.{name} = {value!r} with {chosen}, which does not read it.\n  {remedy} {where}.{name} out."
             )

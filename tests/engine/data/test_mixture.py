@@ -189,7 +189,9 @@ def test_a_bad_mixture_is_refused(values, message):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--data.mixture", "a", "README.md", "--data.paths", "x"], "data.paths = ('x',) with a data.mixture"),
+    (["--data.mixture", "a", "README.md", "--data.paths", "x"],
+     "data.paths = ('x',) with a data.mixture, which does not read it.\n"
+     "  Give it to a source of the mixture (data.mixture.a), or leave data.paths out."),
     (["--data.mixture", "a", "none/"], "data.paths: 'none/': no such file"),
     (["--data.mixture", "a", "none/:0.5"], "data.paths: 'none/': no such file"),
     (["--data.mixture", "a", "README.md:0"], "data.mixture.a.weight = 0"),
