@@ -100,6 +100,7 @@ def read(
             usage, *rows = ANSI.sub("", shown.read()).splitlines()
             width = get_terminal_size().columns
             rows = [row if row[:1] in FRAME else fill(row, width) for row in rows]
+            rows = rows[rows[0] == "" :]  # a screen has 24 lines
             print(fill(usage, width, subsequent_indent="  "), *_join_rows(rows, width), sep="\n")
             raise
         for option in args:

@@ -48,7 +48,7 @@ class _Explaining(ModelMetaclass):
 
 
 def _with_texts(value: Any) -> Any:
-    """Return values with text in the place of paths, such as those of files in a list."""
+    """Return values with text in the place of paths, also in lists and tables."""
     if isinstance(value, dict):
         return {key: _with_texts(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

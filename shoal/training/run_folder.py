@@ -257,7 +257,7 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
                f"its checkpoints are in this folder; after moving them, change it in {RUN_FILE} of the run")
     was, now = (str(each.model.weights or "") for each in (first, config))
     if _absolute(was) != _absolute(now):
-        yield "model.weights", now, was, "its weights are those of its checkpoint"
+        yield "model.weights", now, was, "it has the weights of its checkpoint"
     if first.optimizer.name != config.optimizer.name:
         yield "optimizer.name", config.optimizer.name, first.optimizer.name, "they keep different states"
     if not first.parallel.sync == config.parallel.sync == "all-reduce":

@@ -26,7 +26,7 @@ class EvalOptions(Section):
     """Field of .jsonl and .parquet (default: the run's)."""
 
     chat: bool | None = None
-    """Text is conversations, as in data.chat (default: the run's)."""
+    """Text is conversations (default: as the run's)."""
 
     tasks: str = ""
     """Tasks or .yaml files of lm-evaluation-harness (comma)."""
