@@ -23,4 +23,5 @@ def open_stream(config: DataConfig, tokenizer: Tokenizer, split: Split, *, progr
         )
     if config.reads == "megatron":
         return MegatronStream(config, tokenizer, split)
-    return TokenStream(open_shards(config, tokenizer, progress=progress), split, tokenizer.end_of_document)
+    shards = open_shards(config, tokenizer, progress=progress)
+    return TokenStream(shards, split, tokenizer.end_of_document, ", ".join(config.paths))

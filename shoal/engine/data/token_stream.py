@@ -164,13 +164,17 @@ class TokenStream:
 
     The constructor reads every shard once to check its length, checksum and ids.
 
+    Args:
+        name: name of the corpus (default: the one with which the shards were made, maybe of another copy of it).
+
     Raises:
         UsageError: naming a shard that is missing, damaged or holds an id outside the vocabulary.
     """
 
-    def __init__(self, folder: Path, split: Split, end_of_document: int) -> None:
+    def __init__(self, folder: Path, split: Split, end_of_document: int, name: str = "") -> None:
         self.folder, self.split, self._end = folder, split, end_of_document
-        self.manifest = CacheManifest.read(folder)
+        manifest = CacheManifest.read(folder)
+        self.manifest = manifest.model_copy(update={"corpus": name or manifest.corpus})
         self.info = self.manifest.splits[split]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
             self._shards = list(pool.map(self._open, self.info.shards))

@@ -13,6 +13,7 @@ import pytest
 from shoal.base.errors import UsageError
 from shoal.engine.data.corpus import open_corpus
 from shoal.engine.data.files import find_files
+from shoal.engine.data.open_stream import open_stream
 from shoal.engine.data.prepare import train_tokenizer
 from shoal.engine.data.readers import Skipped
 from shoal.engine.data.shards import open_shards
@@ -188,6 +189,16 @@ def test_documents_left_out_are_counted_by_reason(tmp_path, capfd):
     stops = config.model_copy(update={"unreadable": "stop"})
     with pytest.raises(UsageError, match=r"a\.jsonl, line 22(.|\n)*data\.unreadable = 'skip'"):
         open_shards(stops, BytesTokenizer())
+
+
+def test_a_copy_of_a_text_has_its_shards_and_its_own_name(tmp_path):
+    found = []
+    for name in ("first", "copied"):
+        (tmp_path / f"{name}.jsonl").write_bytes(LINES)
+        config = DataConfig(cache=tmp_path / "cache", paths=[str(tmp_path / f"{name}.jsonl")])
+        found.append(open_stream(config, BytesTokenizer(), "train"))
+    assert found[0].contents.fingerprint == found[1].contents.fingerprint
+    assert found[1].contents.corpus == str(tmp_path / "copied.jsonl") == found[1].summary()[0].partition(":")[0]
 
 
 def test_several_compressed_parts_and_large_files_are_read_whole(tmp_path):
