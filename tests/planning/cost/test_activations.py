@@ -76,6 +76,11 @@ def with_depths(config: RunConfig, **fields: object) -> RunConfig:
     return config.model_copy(update={"model": build_config({"model": plain(config)["model"] | depths}).model})
 
 
+def with_latents(config: RunConfig, **latent: int) -> RunConfig:
+    model = plain(config)["model"] | {"kv_heads": 4, "latent": {"key_value_rank": 16, "rotary_dim": 8, **latent}}
+    return config.model_copy(update={"model": build_config({"model": model}).model})
+
+
 def run_of(
     family: str, recompute: str, kernel: str, masked: bool, precision: str, s: int = 24, **parallel: object
 ) -> RunConfig:
@@ -200,6 +205,18 @@ def test_a_rank_keeps_a_part_of_the_codes_of_one_product_s_input(
     """With sequence parallelism; codes of several products, or of a recomputed layer, stay gathered."""
     config = run_of(family, recompute, "sdpa", False, "fp8", tp=2, sequence_parallel=True)
     for found, said in pool.run(both, 2, config.model_copy(update={"float8": Float8Config(**float8)})):
+        assert said == pytest.approx(found, rel=0.005)
+
+
+@pytest.mark.parametrize(("latent", "keep"), [
+    ({}, []), ({}, ["*.q"]), ({}, ["*.kv_down"]), ({"query_rank": 16}, []),
+])  # fmt: skip
+def test_a_rank_keeps_a_part_of_the_codes_of_what_queries_are_computed_from(
+    pool: Pool, latent: dict, keep: list[str]
+) -> None:
+    """In latent attention; the heads of keys and values, which are split too, have an input of their own."""
+    config = with_latents(run_of("tiny", "none", "sdpa", False, "fp8", tp=2, sequence_parallel=True), **latent)
+    for found, said in pool.run(both, 2, config.model_copy(update={"float8": Float8Config(keep=keep)})):
         assert said == pytest.approx(found, rel=0.005)
 
 

@@ -107,9 +107,11 @@ def apply_float8(
 
 def _find_keepers(layers: Sequence[Linear], block: nn.Module) -> Group | None:
     """Return the ranks that gather the codes of an input again: that enter a block, by one product with its layers."""
-    entering = [module for module in block.children() if isinstance(module, ColumnLinear)]
+    entering = [
+        each for each in block.children() if isinstance(each, ColumnLinear) and not isinstance(each, HeadsLinear)
+    ]
     at = layers[0].at
-    if at is None or entering != layers or isinstance(layers[0], HeadsLinear):
+    if at is None or entering != layers:
         return None
     divides = layers[0].in_features % at.size == 0
     return at.y if at.sequence_parallel and at.again and divides else None
