@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.engine.parallel.float8 import product as float8_product
 from shoal.engine.parallel.float8.apply import Float8
+from shoal.engine.parallel.float8.operators import keep_part
 from shoal.engine.parallel.float8.product import Float8Product
 from shoal.engine.parallel.weight_grad import GradSink
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes
@@ -162,3 +163,12 @@ def test_only_products_that_are_made_in_8_or_4_bits_count_as_such(precision, set
     run = Float8.from_policy(policy, Float8Config(**settings), model_shape("tiny"), torch.device("cpu"))
     assert run.native(policy.compute, device) == (major in native)
     assert not run.native(policy.compute, torch.device("cpu"))
+
+
+def test_a_kept_part_of_codes_keeps_no_other_part():
+    """Also where the codes are contiguous, as on hardware, so that a part could be a view of all of them."""
+    turned = torch.arange(24, dtype=torch.uint8).view(6, 4)
+    for part in range(3):
+        kept = keep_part((turned, turned, turned, turned, turned), 3, part)[2]
+        assert torch.equal(kept, turned[2 * part : 2 * part + 2])
+        assert kept.untyped_storage().nbytes() == 8

@@ -208,6 +208,13 @@ def test_a_rank_keeps_a_part_of_the_codes_of_one_product_s_input(
         assert said == pytest.approx(found, rel=0.005)
 
 
+def test_codes_that_ranks_cannot_keep_equal_parts_of_stay_gathered(pool: Pool) -> None:
+    config = run_of("tiny", "none", "sdpa", False, "fp8", tp=2, sequence_parallel=True)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"hidden": 49})})
+    for found, said in pool.run(both, 2, config):
+        assert said == pytest.approx(found, rel=0.005)
+
+
 @pytest.mark.parametrize(("latent", "keep"), [
     ({}, []), ({}, ["*.q"]), ({}, ["*.kv_down"]), ({"query_rank": 16}, []),
 ])  # fmt: skip
