@@ -94,7 +94,7 @@ class TensorParallel:
     ) -> Sequence[Tensor]:
         """Compute the products at the start of a block: [b, s, h] (or [b, s/tp, h]) -> [b, s, out/tp] of each layer.
 
-        With sequence parallelism backward may gather x again, unless it needs its codes (`Linear.product`).
+        With sequence parallelism backward may gather x again, or its codes (`Float8Product`).
         """
         if self.overlap or (self.sequence_parallel and all(layer.product is None for layer in layers)):
             return self._multiply_entering(x, layers, tokenwise, biased, joined)

@@ -172,3 +172,34 @@ def test_a_kept_part_of_codes_keeps_no_other_part():
         kept = keep_part((turned, turned, turned, turned, turned), 3, part)[2]
         assert torch.equal(kept, turned[2 * part : 2 * part + 2])
         assert kept.untyped_storage().nbytes() == 8
+
+
+@pytest.mark.parametrize("deferring", [False, True])
+def test_codes_are_gathered_while_the_input_s_gradient_is_computed(monkeypatch, deferring):
+    """And in a split backward in its second half: until then a rank has its rows alone."""
+    steps, terms = [], []
+
+    def gather(out, part, group):
+        steps.append("gather")
+        out.copy_(part.repeat(2))  # the other rank has the same rows
+        return SimpleNamespace(wait=lambda: steps.append("arrived"))
+
+    def multiplying(*args, **options):
+        steps.append("product")
+        return multiply(*args, **options)
+
+    monkeypatch.setattr(float8_product, "all_gather_flat", gather)
+    monkeypatch.setattr(float8_product, "multiply", multiplying)
+    weight, device = torch.nn.Parameter(torch.randn(16, 32)), torch.device("cpu")
+    layer = Float8Product(
+        "a", Recipe.from_config("fp8", Float8Config()), None, "", None, native=False, weights=[weight], device=device,
+        bucket=SimpleNamespace(derive=lambda key, compute: compute()),
+        keepers=SimpleNamespace(size=lambda: 2, rank=int),
+        sink=SimpleNamespace(deferring=deferring, add=lambda weights, term: terms.append(term)),
+    )  # fmt: skip
+    _, _, turned, scale, _ = layer.encode_input(torch.randn(8, 32))
+    assert turned.shape == (16, 8)
+    d_x = layer.take_gradient(layer.encode_gradient(torch.randn(8, 16)), turned, scale, torch.float32)
+    assert d_x.shape == (8, 32) and steps == (["product"] if deferring else ["gather", "product"])
+    terms[0](torch.empty(16, 32), True)
+    assert steps[-2:] == ["arrived", "product"] and steps.count("gather") == 1
