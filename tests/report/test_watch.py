@@ -73,7 +73,7 @@ def test_the_curves_are_the_metrics(runs):
 
 
 def test_a_layout_is_marked_where_it_changes_and_not_again():
-    """As under torchrun, where each round names its layout and none what changed."""
+    """Under torchrun each round records its layout, and no round records that it changed."""
     events = [{"event": "resumed", "step": step, "ranks": ranks, "layout": layout}
               for step, ranks, layout in ((10, 2, "tp 2"), (20, 2, "tp 2"), (30, 4, "dp 2 (DDP) x tp 2"))]
     marks = describe_curves("one", [], events, layout="dp 2 (DDP) x tp 2")["marks"]

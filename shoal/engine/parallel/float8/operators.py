@@ -98,7 +98,7 @@ def _(
 
 @custom_op("shoal::float8_backward", mutates_args=())
 def multiply_backward(gradient: Tensor, turned: Tensor, turned_scale: Tensor, key: Tensor, width: int) -> Tensor:
-    """Accumulate the gradient of W, and return the gradient of x, whose width is [.., in]."""
+    """Accumulate the gradient of W, and return the gradient of x, [.., width]."""
     product = find_owner(key)
     d_x = product.take_gradient(product.encode_gradient(gradient), turned, turned_scale, gradient.dtype)
     return d_x.view(*gradient.shape[:-1], width)
