@@ -142,7 +142,7 @@ def evaluate(
         chat: the text is conversations, of which only the assistant's tokens count, as with `data.chat` (default: the
             run's).
         layout: split of the work (default: one process). Every layout computes the same loss.
-        sequences: evaluate only this many sequences from the start of the text.
+        sequences: evaluate only this many sequences from the start of the text, or of each source of a mixture.
         sequence_length: tokens per sequence (default: the run's).
         precision: number formats (default: the run's; fp32 for an imported model).
         device: "cpu", "cuda" or "auto" (CUDA if available).
@@ -161,8 +161,9 @@ def evaluate(
     paths = [data] if isinstance(data, str | Path) else data
     text = choose_text(source, tuple(map(str, paths)), sequence_length, field, chat)
     train = {"device": device} | ({"precision": precision} if precision else {})
-    config = source.on(layout or Layout(micro_batch=MICRO_BATCH), data=text.model_dump(), train=train)
-    open_complete(config.data, progress=True)  # before processes start
+    config = source.on(layout or Layout(micro_batch=MICRO_BATCH), data=dict(text), train=train)
+    for part in config.data.sources().values():
+        open_complete(part, progress=True)  # before processes start
     return call_on_ranks(evaluate_on_rank, source, config, sequences)
 
 

@@ -93,6 +93,8 @@ def run(options: EvalOptions) -> int:
     size = f", {found.bytes:,} bytes" if found.bytes else ""
     documents = f"{found.documents:,} document{'s' * (found.documents != 1)}"
     print(f"predicted      {found.tokens:,} tokens of a text of {documents}{size}")
+    for name, source in found.sources.items():
+        print(f"{name:<14} {source.loss:.6f} nats per token, {source.tokens:,} tokens")
     return 0
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from shoal.base.errors import UsageError
 from shoal.base.terminal import progress_bar
-from shoal.engine.data.batches import open_complete
+from shoal.engine.data.batches import CompleteDataset, open_complete
 from shoal.spec.config import DataConfig, RunConfig
 from shoal.training.inference.source import ModelSource, load_model
+from shoal.training.step.model_state import SummedLoss
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Evaluation:
         tokens: predicted tokens, with ends of documents.
         documents, bytes: size of the text. The bytes, and the loss per byte, are None for a text that is stored as ids.
             Conversations have no loss per byte, since only a part of them counts.
+        sources: of a mixture, the evaluation of each source by name; the other attributes are of all their tokens.
     """
 
     loss: float
@@ -33,6 +35,7 @@ class Evaluation:
     tokens: int
     documents: int
     bytes: int | None
+    sources: dict[str, Evaluation] = field(default_factory=dict)
 
 
 def choose_text(
@@ -66,12 +69,29 @@ def choose_text(
 
 
 def evaluate_on_rank(source: ModelSource, config: RunConfig, sequences: int | None) -> Evaluation:
-    """Load a model on this rank of the config's layout, and evaluate it on the config's data. Collective."""
-    samples = open_complete(config.data)
+    """Load a model on this rank of the config's layout, and evaluate it on the config's data. Collective.
+
+    Args:
+        sequences: only this many from the start of the text, or of each source of a mixture.
+    """
+    parts = config.data.sources()
+    texts = {name: open_complete(part) for name, part in parts.items()}
     model = load_model(source, config)
     with progress_bar("evaluating") if model.mesh.rank == 0 else nullcontext() as show:
-        found = model.sum_complete(samples, sequences, show)
-    text, loss = samples.contents, found.mean
+        losses = {name: model.sum_complete(samples, sequences, show) for name, samples in texts.items()}
+    found = {name: _evaluate([loss], [texts[name]], chat=parts[name].chat) for name, loss in losses.items()}
+    if not config.data.mixture:
+        return found[""]
+    chat = any(part.chat for part in parts.values())
+    return replace(_evaluate([*losses.values()], [*texts.values()], chat=chat), sources=found)
+
+
+def _evaluate(losses: list[SummedLoss], texts: list[CompleteDataset], *, chat: bool) -> Evaluation:
+    """Return the evaluation of all tokens of some texts."""
+    contents = [text.contents for text in texts]
+    loss = sum(each.nats for each in losses) / max(1, tokens := sum(each.tokens for each in losses))
     perplexity = math.exp(loss) if loss < math.log(1e300) else math.inf
-    bits = loss / math.log(2) * samples.tokens / text.bytes if text.bytes and not config.data.chat else None
-    return Evaluation(loss, perplexity, bits, found.tokens, text.documents, text.bytes)
+    size = sum(text.bytes for text in contents if text.bytes) if all(text.bytes for text in contents) else None
+    nats = sum(each.mean * text.tokens for each, text in zip(losses, texts, strict=True))
+    bits = nats / math.log(2) / size if size and not chat else None
+    return Evaluation(loss, perplexity, bits, tokens, sum(text.documents for text in contents), size)

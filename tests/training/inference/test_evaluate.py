@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.data.batches import open_complete
 from shoal.engine.models.loss import IGNORE
+from shoal.spec.config import build_config, load_config, save_config
 from shoal.spec.layout import Layout
 from shoal.training.inference.source import load_model, open_source
 from shoal.training.records.metrics import read_metrics
@@ -122,6 +124,24 @@ def test_json_lines_with_another_field_are_read(run, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(" of a text of 1 document, 28 bytes\n")
     with pytest.raises(UsageError, match="--field: the run's own text is read as in training"):
         shoal.evaluate(run, field="content")
+
+
+def test_a_run_of_a_mixture_is_evaluated_source_by_source(run, texts, tmp_path, capsys):
+    shutil.copytree(run, mixed := tmp_path / "mixed")
+    (tmp_path / "b.txt").write_text("b = 1\n" * 500)
+    config = load_config(mixed / "run.toml")
+    sources = {"code": {"paths": config.data.paths}, "b": {"paths": [str(tmp_path / "b.txt")], "weight": 0.1}}
+    values = config.model_dump(mode="json", exclude={"data": {"paths"}})
+    save_config(build_config(values | {"data": values["data"] | {"mixture": sources}}), mixed / "run.toml")
+    found, alone = shoal.evaluate(mixed, layout=Layout(dp=2)), shoal.evaluate(run)
+    code, b = found.sources["code"], found.sources["b"]
+    assert code.loss == pytest.approx(alone.loss, rel=1e-12) and code.tokens == alone.tokens and b.loss != code.loss
+    together = (code.loss * code.tokens + b.loss * b.tokens) / (code.tokens + b.tokens)
+    assert found.loss == pytest.approx(together, rel=1e-12) and found.tokens == code.tokens + b.tokens
+    per_byte = (code.bits_per_byte * code.bytes + b.bits_per_byte * b.bytes) / (code.bytes + b.bytes)
+    assert found.bits_per_byte == pytest.approx(per_byte, rel=1e-12)
+    assert main(["eval", str(mixed)]) == 0
+    assert f"\ncode           {code.loss:.6f} nats per token, {code.tokens:,} tokens\n" in capsys.readouterr().out
 
 
 def test_conversations_count_only_what_the_assistant_says(run, tmp_path, capsys):
