@@ -108,14 +108,16 @@ _HOMES = {
 __all__ = ["__version__", *(name for names in _HOMES.values() for name in names)]
 
 
-def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            value = getattr(import_module(module), name)
-            return _make_public(name, value) if isinstance(value, FunctionType) else value
-    from shoal.base.errors import did_you_mean
+if not TYPE_CHECKING:  # so that a type checker reports names that do not exist
 
-    raise AttributeError(f"module 'shoal' has no attribute '{name}'; {did_you_mean(name, __all__)}")
+    def __getattr__(name: str) -> Any:
+        for module, names in _HOMES.items():
+            if name in names:
+                value = getattr(import_module(module), name)
+                return _make_public(name, value) if isinstance(value, FunctionType) else value
+        from shoal.base.errors import did_you_mean
+
+        raise AttributeError(f"module 'shoal' has no attribute '{name}'; {did_you_mean(name, __all__)}")
 
 
 @cache

@@ -80,9 +80,8 @@ def main(args: list[str]) -> int:
         return 0
     if options.dry_run:
         return _count(options, config.parallel, run)
-    estimate = shoal.estimate(config.parallel, **run, software=options.software)
     steps = config.train.steps if from_file and is_given("train", "steps", args) else None
-    return _report(options, name, estimate, steps)
+    return _estimate(options, config.parallel, run, name, steps)
 
 
 def _check(options: EstimateOptions, own: bool) -> None:
@@ -126,8 +125,9 @@ def _count(options: EstimateOptions, layout: shoal.Layout, run: dict[str, Any]) 
     return 0
 
 
-def _report(options: EstimateOptions, name: str, estimate: shoal.Estimate, steps: int | None) -> int:
-    """Price the complete training, of this many steps if nothing else is given, and print all."""
+def _estimate(options: EstimateOptions, layout: shoal.Layout, run: dict[str, Any], name: str, steps: int | None) -> int:
+    """Estimate a step and the complete training, of this many steps if nothing else is given, and print all."""
+    estimate = shoal.estimate(layout, **run, software=options.software)
     limits = options.model_dump(include={"tokens", "days", "budget", "price"})
     if steps is not None and not (options.days or options.budget):
         limits["tokens"] = options.tokens or steps * estimate.run.tokens
