@@ -1,7 +1,7 @@
 """Parse a command line into a section; its fields define the options, types, defaults and help texts.
 
-Plain options (text, numbers, paths, flags) are read here; tyro, which takes 0.2 s of CPU, parses the rest, prints the
-help and explains errors. `shoal.base.section.validate` checks the values, with the config's error messages.
+tyro parses the words, prints the help and explains errors. `shoal.base.section.validate` checks the values, with the
+config's error messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import cache
 from inspect import cleandoc
 from io import BytesIO, StringIO, TextIOWrapper
 from itertools import groupby, takewhile
-from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
 from types import NoneType
@@ -73,8 +72,6 @@ def read(
         | values.get(name, {}) for name, section in sections.items()
     }  # fmt: skip
     args = _spell_flags(sections, args)
-    if (given := _read_plain(sections, args)) is not None:
-        return {name: default[name] | given[name] for name in sections}
     import tyro
 
     fields: dict[str, Any] = {
@@ -145,52 +142,6 @@ def _spell_flags(sections: Mapping[str, type[BaseModel]], args: list[str]) -> li
         elif bool in get_args(kind):
             spelled[i if equals else i + 1] = f"{option}={value}" if equals else value
     return [word for word in spelled if word is not None]
-
-
-def _read_plain(sections: Mapping[str, type[BaseModel]], args: list[str]) -> dict[str, dict[str, Any]] | None:
-    """Return the values that a command line sets, by section; None if any needs tyro or is wrong."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in sections}
-    words = iter(args)
-    for word in words:
-        option, equals, text = word.partition("=")
-        if not option.startswith("--"):
-            return None
-        path = option[2:].replace("-", "_").split(".")
-        section = path.pop(0) if len(path) > 1 else ""
-        kinds = get_type_hints(sections[section]) if section in sections else {}
-        on, name = not path[0].startswith("no_"), path[0].removeprefix("no_")
-        name = name if name in kinds else f"{name}_"
-        kind = _bare(kinds.get(name))
-        if len(path) > 1 or name in found.get(section, ()):
-            return None
-        if kind is bool and not equals:
-            found[section][name] = on
-            continue
-        if not equals:
-            text = next(words, "--")
-        value = _plain_value(kind, text)
-        if value is None or not on or (not equals and text.startswith("-")):
-            return None
-        found[section][name] = value
-    for section, fields in sections.items():
-        if any(field.is_required() and name not in found[section] for name, field in fields.model_fields.items()):
-            return None
-    return found
-
-
-def _plain_value(kind: Any, text: str) -> str | int | float | Path | None:
-    """Return a value of a plain type, or of an optional one; None if it is of none."""
-    kinds = [_bare(each) for each in get_args(kind) if each is not NoneType] if NoneType in get_args(kind) else [kind]
-    kind = kinds[0] if len(kinds) == 1 and text != "None" else None
-    if get_origin(kind) is Literal:
-        return text if text in get_args(kind) else None
-    if kind not in (str, int, float, Path):
-        return None
-    try:
-        value: str | int | float | Path = kind(text)
-    except ValueError:
-        return None
-    return value
 
 
 @cache
