@@ -55,7 +55,8 @@ def expert_fields(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def config_fields(shape: ModelShape, kind: str) -> dict[str, Any]:
     """Return the entries of ``config.json`` that these families have besides llama's."""
     latent, experts = shape.latent, shape.moe
-    assert latent is not None
+    if latent is None:
+        raise ValueError("the model has no latent attention")
     third = {"rope_interleave": True, "num_nextn_predict_layers": shape.mtp_depth} if kind == "deepseek_v3" else {
         "topk_method": "greedy" if experts.groups == 1 else "group_limited_greedy"}  # fmt: skip
     return third | {
@@ -67,20 +68,3 @@ def config_fields(shape: ModelShape, kind: str) -> dict[str, Any]:
         "norm_topk_prob": experts.normalise, "aux_loss_alpha": experts.balance_loss,
         "n_group": experts.groups, "topk_group": experts.groups_per_token,
     }  # fmt: skip
-
-
-def find_unlike(shape: ModelShape) -> str:
-    """Return what of a model with latent attention these families do not have; "" if nothing."""
-    experts = shape.experts
-    if experts is None or not experts.shared or experts.every != 1:
-        return "latent attention without experts and shared ones in all later layers"
-    if (experts.gate, experts.capacity_factor) != ("top-k", 0.0) or shape.depths:
-        return "this gate, a capacity of experts, or layers that skip tokens"
-    if experts.score == "softmax" and (experts.bias_update or experts.normalise):
-        return "latent attention with a selection bias or divided weights of softmax scores"
-    return ""
-
-
-def name_family(shape: ModelShape) -> str:
-    """Return the family of a model with latent attention."""
-    return "deepseek_v3" if shape.moe.score == "sigmoid" else "deepseek_v2"

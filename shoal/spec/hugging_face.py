@@ -7,12 +7,17 @@ another model with the same weights would compute something else.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from shoal.base.errors import UsageError
+from shoal.base.section import truncate
 from shoal.spec import deepseek, llama4
 from shoal.spec.catalog import ModelShape
+from shoal.spec.catalog.experts import Experts
+from shoal.spec.config.model import ModelConfig
 from shoal.spec.deepseek import EXPERTS_PER_TOKEN
 
 Config = Mapping[str, Any]
@@ -250,9 +255,13 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
     Raises:
         UsageError: transformers has no such model.
     """
-    kind = model_type(shape, where)
+    return _config(shape, model_type(shape, where)) | {"dtype": dtype}
+
+
+def _config(shape: ModelShape, kind: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a model as one of a family, which may lack some of its parts."""
     family = FAMILIES[kind]
-    common = {"model_type": kind, "architectures": [family.architecture], "dtype": dtype, "vocab_size": shape.vocab,
+    common = {"model_type": kind, "architectures": [family.architecture], "vocab_size": shape.vocab,
               "tie_word_embeddings": shape.tied, **family.fixed}  # fmt: skip
     if kind == "gpt2":
         return common | {
@@ -285,78 +294,59 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
         values["layer_types"] = ["sliding_attention" if each else "full_attention" for each in local]
     if family.windows != "none":
         values |= {"sliding_window": shape.window} | ({"use_sliding_window": True} if shape.window else {})
-    if shape.latent is not None:
+    count, width = family.experts
+    if kind in ("deepseek_v2", "deepseek_v3"):
         del values["head_dim"]  # which transformers takes for the rotated part
         values |= deepseek.config_fields(shape, kind)
     elif kind == "llama4_text":
         values |= llama4.config_fields(shape)
-    elif (experts := shape.experts) is not None:
-        count, width = family.experts
+    elif kind == "qwen2":
+        del values["head_dim"]  # which its class derives
+    elif count:
+        experts = shape.moe
         values |= {count: experts.count, EXPERTS_PER_TOKEN: experts.per_token, width: experts.ffn,
                    "norm_topk_prob": experts.normalise, "router_aux_loss_coef": experts.balance_loss}  # fmt: skip
     return values
 
 
+@cache
 def model_type(shape: ModelShape, where: str = "model") -> str:
-    """Return the family of a model, as ``config.json`` names it.
+    """Return the family of a model, as ``config.json`` names it: one whose config, read again, gives this model.
 
     Raises:
-        UsageError: transformers has no such model.
+        UsageError: transformers has no such model; the message names what differs from the nearest family.
     """
-    experts, unlike = shape.experts, ""
-    if not shape.global_rope:
-        unlike = llama4.find_unlike(shape)
-    elif shape.latent:
-        unlike = deepseek.find_unlike(shape)
-    elif shape.depths:
-        unlike = "layers that skip tokens"
-    elif experts and (experts.groups > 1 or
-                      (experts.gate, experts.score, experts.scale, experts.shared) != ("top-k", "softmax", 1.0, 0)):
-        unlike = "this gate, or shared experts"
-    elif experts and (experts.bias_update or experts.capacity_factor):
-        unlike = "a selection bias, or a capacity of experts"
-    elif experts and len(experts.layers(shape.layers)) < shape.layers:
-        unlike = "experts in some layers only"
-    if unlike:
-        raise UsageError(f"{where}: no family of transformers that shoal writes has {unlike}.")
-    latent = deepseek.name_family(shape) if shape.latent else None
-    for kind, family in FAMILIES.items():
-        if (kind == latent or not (latent or kind.startswith("deepseek"))) and _has_parts(kind, family, shape):
-            return kind
-    given = {name: getattr(shape, name) for name in (*_PARTS, *_GEMMAS, "window", "pattern") if getattr(shape, name)}
-    given |= {f"experts.{name}": getattr(experts, name) for name in ("normalise", "biases")} if experts else {}
-    shown = ", ".join(f"{name} = {value}" for name, value in given.items())
-    raise UsageError(f"{where}: no family of transformers that shoal writes has these parts together: {shown}.")
+    wanted, found = _parts_of(shape), dict[str, dict[str, Any]]()
+    for kind in FAMILIES:
+        with suppress(UsageError, ValueError):  # without experts, or without chunks in local layers
+            fields = model_fields(_config(shape, kind), where)
+            read = _parts_of(ModelConfig(name="", **fields).shape(vocab=1, sequence_length=1))
+            found[kind] = {name: value for name, value in read.items() if value != wanted[name]}
+            if not found[kind]:
+                return kind
+    nearest = min(found, key=lambda kind: len(found[kind]))
+    values = ((name, truncate(wanted[name]), truncate(value)) for name, value in found[nearest].items())
+    raise UsageError(f"{where}: no family of transformers that shoal writes is this model; the nearest, {nearest}, has "
+                     f"others of {', '.join(f'{name} = {own} ({value})' for name, own, value in values)}.")
 
 
-_PARTS = {name: ModelShape.model_fields[name].default for name in (
-    "family", "qkv_bias", "out_bias", "qk_norm", "joint_qk_norm", "post_norm", "activation", "sinks",
-    "scaled_embedding", "chunked", "global_rope")}  # fmt: skip
-_GEMMAS = ("softcap", "logit_softcap", "query_scalar", "local_rope_theta")
-
-
-def _has_parts(kind: str, family: HFFamily, shape: ModelShape) -> bool:
-    """Return whether a family consists of a shape's parts; of latent attention and its experts all that are given."""
-    experts = shape.experts
-    if any(getattr(shape, name) != family.parts.get(name, default)
-           for name, default in _PARTS.items() if (kind, name) != ("llama4_text", "qk_norm")):  # fmt: skip
-        return False
-    if kind == "llama4_text":
-        return not any(getattr(shape, name) for name in _GEMMAS)
-    if shape.plain_qk_norm or (experts and experts.scales_input):
-        return False
-    if not family.gemma and any(getattr(shape, name) for name in _GEMMAS):
-        return False
-    if kind == "gemma2" and shape.local_rope_theta:
-        return False
-    if bool(family.experts[0]) != bool(experts) and not shape.latent:
-        return False
-    if (shape.window and family.windows == "none") or (shape.pattern and family.windows != "by layer"):
-        return False
-    if experts and experts.biases != (kind == "gpt_oss"):
-        return False
-    if kind in ("mixtral", "gpt_oss") and experts and not experts.normalise:
-        return False
-    if kind == "gpt2" and shape.kv_heads != shape.heads:
-        return False
-    return kind not in ("gpt2", "qwen2") or shape.heads * shape.head_dim == shape.hidden
+def _parts_of(shape: ModelShape) -> dict[str, Any]:
+    """Return what a config has to say of a model, each in one way, but for what only training reads."""
+    parts, experts, latent = shape.model_dump(), shape.experts, shape.latent
+    for name in ("mtp_depth", "mtp_weight", "window", "pattern", "latent", "experts"):
+        del parts[name]
+    sparse = experts.layers(shape.layers) if experts else []
+    theta = shape.rope_theta if shape.family == "llama" else None
+    parts |= {
+        "query_scalar": shape.query_scalar or shape.head_dim, "ffn": shape.ffn if len(sparse) < shape.layers else None,
+        "rope_theta": theta, "local_rope_theta": shape.local_rope_theta or (None if shape.rope_scaling else theta),
+        "windows": [shape.reach(layer) for layer in range(shape.layers)], "experts.layers": sparse,
+        "value_dim": shape.value_dim,
+    }  # fmt: skip
+    for name in Experts.model_fields.keys() - {"first", "every", "balance_loss", "z_loss", "bias_update"}:
+        parts[f"experts.{name}"] = getattr(experts, name) if experts else None
+    for name in ("query_rank", "key_value_rank", "rotary_dim"):
+        parts[f"latent.{name}"] = getattr(latent, name) if latent else None
+    # DeepSeek-V3's selection bias is stored, and may be 0.
+    parts["experts.bias_update"] = experts is not None and experts.bias_update > 0 and experts.score == "softmax"
+    return parts

@@ -56,19 +56,6 @@ def config_fields(shape: ModelShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def find_unlike(shape: ModelShape) -> str:
-    """Return what of a model without positions in global layers the family does not have; "" if nothing."""
-    experts = shape.experts
-    if experts is None or (experts.shared, experts.first) != (1, 0):
-        return "layers without positions, but not one shared expert and others in every n-th layer"
-    gate = (experts.gate, experts.score, experts.scales_input, experts.normalise, experts.scale, experts.groups)
-    if gate != ("top-k", "sigmoid", True, False, 1.0, 1) or experts.biases:
-        return "layers without positions with this gate"
-    if shape.depths or experts.bias_update or experts.capacity_factor:
-        return "layers that skip tokens, a selection bias, or a capacity of experts"
-    return "" if shape.qk_norm == shape.plain_qk_norm else "layers without positions, and norms of heads with weights"
-
-
 def find_pattern(local: Sequence[bool]) -> list[str]:
     """Return the shortest pattern of `ModelShape.pattern` whose repetition has these layers local."""
     period = next(n for n in range(1, len(local) + 1) if all(x == local[i % n] for i, x in enumerate(local)))

@@ -12,7 +12,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 import shoal
 from shoal.cli.main import main
 from shoal.engine.checkpoint import dcp, hugging_face_export
-from shoal.spec.hugging_face import model_fields
+from shoal.spec.catalog import model_shape
+from shoal.spec.config.model import ModelConfig
+from shoal.spec.hugging_face import hf_config, model_fields
 from shoal.training.check import check_weights
 from shoal.training.run_folder import new_run
 from tests.training.test_hugging_face import WIDE, build, config_of
@@ -73,6 +75,26 @@ def test_sequences_longer_than_the_model_are_asked_for(tmp_path):
             check_weights(config)
         with pytest.raises(shoal.UsageError, match=r"--sequence-length 128: .* for 64 tokens\.\n  Give at most 64"):
             shoal.import_hf(model, sequence_length=128)
+
+
+@pytest.mark.parametrize(("parts", "message"), [
+    ({"depths": {"capacity": 0.5}}, r"the nearest, llama, has others of depths = \{.*\} \(None\)\."),
+    ({"experts": {"count": 4, "per_token": 2, "shared": 1}}, r"mixtral, has others of experts\.shared = 1 \(0\)\."),
+    ({"experts": {"count": 4, "bias_update": 0.01}}, r"experts\.bias_update = True \(False\)\."),
+    ({"qkv_bias": True, "sinks": True}, r"qwen2, has others of sinks = True \(False\)\."),
+    ({"qkv_bias": True, "head_dim": 48}, r"llama, has others of qkv_bias = True \(False\)\."),
+    ({"local_rope_theta": 77.0, "window": 8, "pattern": ("local", "global")},
+     r"llama, has others of local_rope_theta = 77\.0 \(None\), windows = \[8, None, "),
+])  # fmt: skip
+def test_a_model_of_no_family_names_what_the_nearest_has_not(parts, message):
+    shape = ModelConfig(name="llama-3.2-1b", **parts).shape(vocab=1, sequence_length=1)
+    with pytest.raises(shoal.UsageError, match=message):
+        hf_config(shape, "float32", "here")
+
+
+def test_a_part_with_its_usual_value_makes_no_other_model():
+    shape = ModelConfig(name="llama-3.2-1b", query_scalar=64).shape(vocab=128256, sequence_length=1)
+    assert hf_config(shape, "float32", "here") == hf_config(model_shape("llama-3.2-1b"), "float32", "here")
 
 
 def test_no_folder_is_told_from_a_folder_without_a_model(tmp_path):
