@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from pydantic import PositiveInt
@@ -81,32 +82,46 @@ def describe_run(
     Args:
         published: other software has run it, with whatever layout.
     """
-    shape = find_shape(model, config)
-    s = sequence_length or (config.data.sequence_length if config else shape.max_sequence)
-    shape = with_positions(shape, s)
-    machine = cluster_of(cluster) if isinstance(cluster, str) else cluster
-    software = find_software(software) if isinstance(software, str) else software
-    each = layout.pp * layout.cp * layout.tp
+    run = build_run(model, cluster, config, sequence_length, global_batch, precision, optimizer, software)
+    s, size, each = run.sequence_length, run.cluster.size, layout.pp * layout.cp * layout.tp
     if fill is None:
         fill = "dp" not in layout.model_fields_set
-    filled = machine.size // each if machine.size % each == 0 else layout.dp  # dp of a layout that fills the cluster
+    filled = size // each if size % each == 0 else layout.dp  # dp of a layout that fills the cluster
     if fill:
         layout = layout.model_copy(update={"dp": filled})
-    per_pass = math.lcm(layout.dp, filled) * layout.micro_batch  # so that a refusal can name this dp
-    default = min(max(1, round(TOKENS_PER_STEP / s / per_pass)), MOST_MICROBATCHES) * per_pass
-    sequences = parse_batch(global_batch, s) if global_batch is not None else 0
-    batch = sequences or (config.train.global_batch if config else default)
-    precision = precision or (config.train.precision if config else "bf16")
-    optimizer = optimizer or (config.optimizer.name if config else "adamw")
-    check_names(precision, optimizer)
-    run = EstimatedRun(
-        shape, layout, machine, s, batch, precision, optimizer, software=software, **read_settings(config)
-    )
-    check_device(run)
+    run = replace(run, layout=layout)
+    if global_batch is None and config is None:
+        per_pass = math.lcm(layout.dp, filled) * layout.micro_batch  # so that a refusal can name this dp
+        passes = min(max(1, round(TOKENS_PER_STEP / s / per_pass)), MOST_MICROBATCHES)
+        run = replace(run, global_batch=passes * per_pass)
     if layout.offload != "none":
         given = f"parallel.offload = {layout.offload}"
         raise UsageError(f"{given}: host memory is not estimated.\n  Leave it out, or measure.")
     (check_software if published else check_layout_on_cluster)(run)
+    return run
+
+
+def build_run(
+    model: str | ModelShape | None, cluster: str | Cluster, config: RunConfig | None, sequence_length: int | None,
+    global_batch: int | str | None, precision: str | None, optimizer: str | None, software: str | Software,
+) -> EstimatedRun:
+    """Build a run without a layout, with a batch of about 4 M tokens by default; see `estimate` for arguments and
+    errors."""
+    shape = find_shape(model, config)
+    s = sequence_length or (config.data.sequence_length if config else shape.max_sequence)
+    precision = precision or (config.train.precision if config else "bf16")
+    optimizer = optimizer or (config.optimizer.name if config else "adamw")
+    check_names(precision, optimizer)
+    if global_batch is not None:
+        batch = parse_batch(global_batch, s)
+    else:
+        batch = config.train.global_batch if config else max(1, round(TOKENS_PER_STEP / s))
+    run = EstimatedRun(
+        with_positions(shape, s), Layout(), cluster_of(cluster) if isinstance(cluster, str) else cluster, s, batch,
+        precision, optimizer, software=find_software(software) if isinstance(software, str) else software,
+        **read_settings(config),
+    )
+    check_device(run)
     return run
 
 

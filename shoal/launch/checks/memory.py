@@ -26,6 +26,7 @@ from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.micro_batch import EightBits, MicroBatch
 from shoal.planning.cost.parameters import rank_parts
+from shoal.planning.describe import read_settings
 from shoal.planning.estimable import check_estimable
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
@@ -109,9 +110,7 @@ def _estimate_memory(config: RunConfig, shape: ModelShape, device_name: str) -> 
         return []
     run = EstimatedRun(
         shape, config.parallel, Cluster(accelerator.name, accelerator, 1, 1), config.data.sequence_length,
-        train.global_batch, train.precision, config.optimizer.name,
-        "explicit" if train.attention == "explicit" else "sdpa", config.data.document_mask,
-        config.optimizer.hessian_every, config.float8,
+        train.global_batch, train.precision, config.optimizer.name, **read_settings(config),
     )
     try:
         check_estimable(run)

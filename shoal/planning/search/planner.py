@@ -14,15 +14,8 @@ from shoal.base.errors import UsageError
 from shoal.base.units import DAY, HOUR
 from shoal.planning.cost.flops import layer_flops
 from shoal.planning.cost.memory.stage import StageMemory
-from shoal.planning.describe import (
-    DEFAULT_MODEL,
-    TOKENS_PER_STEP,
-    find_shape,
-    parse_batch,
-    read_settings,
-    with_positions,
-)
-from shoal.planning.estimable import check_closed_form, check_device, check_names, check_trained
+from shoal.planning.describe import DEFAULT_MODEL, build_run
+from shoal.planning.estimable import check_closed_form, check_trained
 from shoal.planning.full_training import FullTraining, find_price, train_fully
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.kinds import TIE
@@ -32,8 +25,7 @@ from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace, check_fixed, layouts
 from shoal.planning.search.usual import find_usual
 from shoal.spec.catalog.clusters import Cluster
-from shoal.spec.catalog.clusters import cluster as cluster_of
-from shoal.spec.catalog.software import Software, find_software
+from shoal.spec.catalog.software import Software
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import MOST_RANKS, Layout
 
@@ -88,29 +80,13 @@ class LayoutPlanner:
         global_batch: int | str | None = None, sequence_length: PositiveInt | None = None, precision: str | None = None,
         optimizer: str | None = None, fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
     ):  # fmt: skip
-        shape = find_shape(model, config)
-        sequence_length = sequence_length or (config.data.sequence_length if config else shape.max_sequence)
-        shape = with_positions(shape, sequence_length)
-        precision = precision or (config.train.precision if config else "bf16")
-        optimizer = optimizer or (config.optimizer.name if config else "adamw")
-        check_names(precision, optimizer)
-        machine = cluster_of(cluster)
-        if machine.size > MOST_RANKS:
-            raise UsageError(f"--cluster {cluster}: {machine.size:,} devices; a layout has at most {MOST_RANKS:,}.")
-        if global_batch is not None:
-            sequences = parse_batch(global_batch, sequence_length)
-        else:
-            sequences = config.train.global_batch if config else max(1, round(TOKENS_PER_STEP / sequence_length))
+        self.run = build_run(model, cluster, config, sequence_length, global_batch, precision, optimizer, software)
+        if (size := self.run.cluster.size) > MOST_RANKS:
+            raise UsageError(f"--cluster {cluster}: {size:,} devices; a layout has at most {MOST_RANKS:,}.")
         self.model = model or (config.model.name if config else DEFAULT_MODEL)
         self.fixed = fixed if isinstance(fixed, str) else ",".join(f"{name}={value}" for name, value in fixed.items())
-        software = find_software(software) if isinstance(software, str) else software
-        self.run = EstimatedRun(
-            shape, Layout(), machine, sequence_length, sequences, precision, optimizer, software=software,
-            **read_settings(config),
-        )
-        check_device(self.run)
         self.space = LayoutSpace(fixed=check_fixed(fixed))
-        if software.name == "shoal":
+        if self.run.software.name == "shoal":
             check_trained(self.run, Layout(micro_batch=self.run.global_batch))  # requirements independent of the layout
         else:
             check_closed_form(replace(self.run, layout=Layout().model_copy(update=self.space.fixed)))
