@@ -26,7 +26,7 @@ import xxhash
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, expanded, open_to_read, write_atomically
-from shoal.engine.data.token_stream import Split, Stream, StreamContents, read_across
+from shoal.engine.data.token_stream import Split, Stream, StreamContents, read_across, reject_unknown_ids
 from shoal.engine.data.tokenizer import Tokenizer
 from shoal.spec.config import DataConfig
 
@@ -38,6 +38,7 @@ _HEADER_BYTES = 1024
 _SMALL = 65_500  # vocabularies below this are written as uint16, as Megatron does
 _PROBES, _PROBE = 64, 1 << 15  # blocks of ids that are read to check and identify a file
 _CHUNK = 1 << 24  # ids copied at once
+_REMEDY = "\n  Set data.tokenizer to the tokenizer.json that made the file."
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class _TokenFile:
         content = xxhash.xxh3_128(self.ends.tobytes())
         for start in np.unique(np.linspace(0, max(0, len(self.ids) - _PROBE), _PROBES, dtype=np.int64)).tolist():
             block = self.ids[start : start + _PROBE]
-            check_ids(block, vocab_size, self.path)
+            reject_unknown_ids(block, vocab_size, str(self.path), _REMEDY)
             content.update(block.tobytes())
         return content.hexdigest()
 
@@ -166,7 +167,7 @@ class MegatronStream:
 
         def read(number: int, first: int, last: int) -> np.ndarray:
             file = self._files[number]
-            check_ids(ids := file.ids[first:last], self._vocab, file.path)
+            reject_unknown_ids(ids := file.ids[first:last], self._vocab, str(file.path), _REMEDY)
             return ids
 
         return read_across(self._starts, start + self._first, stop + self._first, read)
@@ -183,16 +184,6 @@ class MegatronStream:
     def summary(self) -> list[str]:
         ids = int(self._starts[-1])
         return [f"{self.contents.corpus}: {ids:,} ids in {len(self._files)} .bin files", f"{self._vocab:,} token ids"]
-
-
-def check_ids(ids: np.ndarray, vocab_size: int, path: Path) -> None:
-    """Reject ids outside the vocabulary."""
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        wrong = int(ids.max() if ids.max() >= vocab_size else ids.min())
-        raise UsageError(
-            f"{path}: token id {wrong} is outside the vocabulary of {vocab_size} ids.\n  Set data.tokenizer to the "
-            "tokenizer.json that made the file."
-        )
 
 
 def find_prefixes(paths: tuple[str, ...]) -> list[str]:

@@ -245,10 +245,11 @@ def read_across(
     return out
 
 
-def reject_unknown_ids(ids: np.ndarray, vocab_size: int, where: str) -> None:
+def reject_unknown_ids(ids: np.ndarray, vocab_size: int, where: str, remedy: str = "") -> None:
     """Reject ids outside the vocabulary."""
-    if len(ids) and (largest := int(ids.max())) >= vocab_size:
-        raise UsageError(f"{where}: token id {largest} is outside the vocabulary of {vocab_size} ids.")
+    for wrong in (int(ids.max()), int(ids.min())) if len(ids) else ():
+        if not 0 <= wrong < vocab_size:
+            raise UsageError(f"{where}: token id {wrong} is outside the vocabulary of {vocab_size} ids.{remedy}")
 
 
 def _damaged(path: Path, why: str) -> UsageError:
