@@ -316,11 +316,11 @@ def model_type(shape: ModelShape, where: str = "model") -> str:
     Raises:
         UsageError: transformers has no such model; the message names what differs from the nearest family.
     """
-    wanted, found = _parts_of(shape), dict[str, dict[str, Any]]()
+    wanted, found = _read_parts(shape), dict[str, dict[str, Any]]()
     for kind in FAMILIES:
         with suppress(UsageError, ValueError):  # without experts, or without chunks in local layers
             fields = model_fields(_config(shape, kind), where)
-            read = _parts_of(ModelConfig(name="", **fields).shape(vocab=1, sequence_length=1))
+            read = _read_parts(ModelConfig(name="", **fields).shape(vocab=1, sequence_length=1))
             found[kind] = {name: value for name, value in read.items() if value != wanted[name]}
             if not found[kind]:
                 return kind
@@ -330,7 +330,7 @@ def model_type(shape: ModelShape, where: str = "model") -> str:
                      f"others of {', '.join(f'{name} = {own} ({value})' for name, own, value in values)}.")
 
 
-def _parts_of(shape: ModelShape) -> dict[str, Any]:
+def _read_parts(shape: ModelShape) -> dict[str, Any]:
     """Return what a config has to say of a model, each in one way, but for what only training reads."""
     parts, experts, latent = shape.model_dump(), shape.experts, shape.latent
     for name in ("mtp_depth", "mtp_weight", "window", "pattern", "latent", "experts"):
