@@ -3,6 +3,8 @@
 import gc
 import os
 from collections.abc import Generator, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -47,6 +49,15 @@ worker_pool.PRELOADED += [
 worker_pool.shared_server = server
 
 
+def autograd_has_threads() -> bool:
+    """Whether a backward on a device started torch's own threads for it: no fork of this process can compute one."""
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it just ended
+            if task.read_text().startswith("pt_autograd"):
+                return True
+    return False
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported stays: no collection of cycles looks at it while tests are collected, which would take a third
@@ -60,7 +71,7 @@ def pytest_collection() -> Generator[None, object, object]:
         if "PYTEST_XDIST_WORKER" in os.environ:
             # xdist's own thread is no reason against forks: it only reads from a pipe, and holds no lock. A server that
             # is a new interpreter would import for five seconds, in each test that trains.
-            prefork.is_safe_to_fork = lambda: True
+            prefork.is_safe_to_fork = lambda: not autograd_has_threads()
             server()  # now, before tests change anything that it would inherit
 
 

@@ -6,15 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def _count_attention(q: torch.Size, k: torch.Size, v: torch.Size, *_: object, **__: object) -> int:
+    """Count two products, of shapes [b, a, s, d]; keys and values may have fewer heads."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
+
+
+def _count_attention_backward(_: object, q: torch.Size, k: torch.Size, v: torch.Size, *__: object, **___: object) -> int:
+    """Count five products: one of the forward again, and the gradients of weights, queries, keys and values."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
+
 
 ON_THE_CPU = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g, q, k, v),
-}  # fmt: skip
-"""FLOPs of operators that torch counts on accelerators alone, from shapes."""
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
+}
+"""FLOPs of operators that torch counts on accelerators alone. Its own functions refuse fewer heads before torch 2.13."""
 
 
 @contextmanager

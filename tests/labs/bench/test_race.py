@@ -312,6 +312,10 @@ def test_a_table_is_not_written_over_another(options, tmp_path):
             bench.main([*options.split(), str(path)])
 
 
+DTENSOR = ("DTensor",) if torch.__version__ >= "2.12" else ()
+"""torch 2.11 gathers a vocabulary of 257 over 2 ranks with the padding of the last one, and then fails."""
+
+
 def train(variants: list[Variant]) -> list[list[float]]:
     """Return this rank's shares of the losses of three steps of each variant."""
     steps = [variant.build(variant.workload, dist.get_rank(), variant.ranks) for variant in variants]
@@ -323,7 +327,7 @@ def train(variants: list[Variant]) -> list[list[float]]:
     "pp best": ("torch ZBVZeroBubble",),
 }, {
     "own dp": ("shoal zero 1", "DDP, buckets of 8 MB"), "own fsdp": ("shoal zero 3", "FSDP2 fully_shard"),
-    "own tp": ("shoal tp", "DTensor"),
+    "own tp": ("shoal tp", *DTENSOR),
 }], ids=["catalog", "own"])  # fmt: skip
 def test_variants_of_a_small_model_do_the_same_work(races, pool):
     """Every kind of reference beside one of ours, on the tiny model: equal losses show that equal work is compared."""
