@@ -14,16 +14,16 @@ def _count_attention(q: torch.Size, k: torch.Size, v: torch.Size, *_: object, **
     return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
 
 
-def _count_attention_backward(_: object, q: torch.Size, k: torch.Size, v: torch.Size, *__: object, **___: object) -> int:
+def _count_backward(_: object, q: torch.Size, k: torch.Size, v: torch.Size, *__: object, **___: object) -> int:
     """Count five products: one of the forward again, and the gradients of weights, queries, keys and values."""
     return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
 
 
 ON_THE_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_backward,
 }
-"""FLOPs of operators that torch counts on accelerators alone. Its own functions refuse fewer heads before torch 2.13."""
+"""FLOPs of operators that torch counts on accelerators alone. Functions of torch 2.11 refuse fewer key heads."""
 
 
 @contextmanager
