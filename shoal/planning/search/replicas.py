@@ -39,9 +39,12 @@ class ReplicaChoices:
         self.moments = least(run.optimizer, run.policy.state.itemsize)
         self.held: dict[tuple, np.ndarray] = {}
 
-    def reserved(self, plain: StagePrices, parts: Sequence[StagePart], alive: float) -> np.ndarray:
-        """Return lower bounds of a rank's bytes with ``alive`` bytes in activations. [ways]"""
-        return self._held(plain, parts) + plain.library_bytes + plain.with_holes(alive)
+    def reserved(self, plain: StagePrices, parts: Sequence[StagePart], alive: float, ranks: int = 1) -> np.ndarray:
+        """Return lower bounds of a rank's bytes with ``alive`` bytes in activations. [ways]
+
+        With several ranks, the parts are those of all of them, and the bound is of the fullest.
+        """
+        return self._held(plain, parts) / ranks + plain.library_bytes + plain.with_holes(alive)
 
     def at_worst(self, plain: StagePrices, parts: Sequence[StagePart], alive: Sequence[Alive]) -> np.ndarray:
         """Return lower bounds of a rank's peak bytes, with ``alive`` as in `StagePrices.peak_memory`. [ways]"""

@@ -93,6 +93,11 @@ class PlacedModel:
         return self.replicas.reserved(self.plain, self.outline.first, 0.0)
 
     @cached_property
+    def fullest(self) -> np.ndarray:
+        """[ways] The same of the fullest rank."""
+        return np.max([self.replicas.reserved(self.plain, parts, 0.0) for _, parts in self.outline.groups], axis=0)
+
+    @cached_property
     def times(self) -> np.ndarray:
         """[3, stages] Seconds without ZeRO's additions, up to rounding."""
         return (self.plain.linear[:3] @ self.outline.counts.T)[:, self.outline.kind]
@@ -178,13 +183,15 @@ class Search:
         """Return whether some rank could hold its share of the layers, and its part of one micro-batch's activations.
 
         All of these activations are alive before the first backward on that rank. If only some layers have experts, the
-        share has as many of them as it can, or as few.
+        share has as many of them as it can, or as few; the fullest rank has the mean of all ranks.
         """
         plain, replicas = self._priced(degrees, way, {"zero": 0}), self._replicas(degrees, way)
+        model = StagePart(range(self.run.shape.layers), True, True)
+        fits = replicas.reserved(plain, [model], 0.0, ranks=degrees["pp"]) <= self.capacity
         each = -(-self.run.shape.layers // degrees["pp"])
         ends = (StagePart(layers, False, False) for layers in (self.dense_first[:each], self.dense_first[-each:]))
         least = (replicas.reserved(plain, [part], plain.layers_bytes(part)) for part in ends)
-        return any((size <= self.capacity).any() for size in least)
+        return any((fits & (size <= self.capacity)).any() for size in least)
 
     def _replicas(self, degrees: Fields, way: Fields) -> ReplicaChoices:
         """Return the ways to shard on a mesh, for any micro-batch."""
@@ -209,19 +216,20 @@ class Search:
         (degrees, way, microbatches, plain, _), (fields, _, outline, order, _) = branch.work, branch.pipe
         if (key := (plain, outline)) not in self.placed:
             self.placed[key] = PlacedModel(plain, outline, self._replicas(degrees, way))
-        placed = self.placed[key]
+        placed, capacity = self.placed[key], self.capacity * (1 + SLACK)
+        if (placed.fullest > capacity).all():
+            return None
         begun = first_rank(fields["schedule"], degrees["pp"], microbatches, len(outline.first))
         # Two stages of one rank store the tensor between them once.
         alive = float((begun @ (placed.kept - plain.message)[outline.holder == 0]).max())
-        free = self.capacity * (1 + SLACK) - placed.empty
-        fits = plain.with_holes(alive) <= free
-        if not fits.any():
+        needed = np.maximum(placed.empty + plain.with_holes(alive), placed.fullest)
+        if not (fits := needed <= capacity).any():
             return None
         times = hide_rows(placed.times, placed.hidden, order)
         ends = outline.ends(times[:, None], plain.hop, microbatches, order)
         of_way = outline.with_added(ends, placed.added, microbatches) * (1 - SLACK)
         of_way = np.maximum(np.where(fits, of_way, np.inf), branch.least)  # the host may be the limit
-        margin = plain.with_holes(alive) <= free - (1 - self.shelf.part) * self.capacity
+        margin = needed <= capacity - (1 - self.shelf.part) * self.capacity
         levels = self.shelf.diverse * (branch.complexity + placed.replicas.complexity)
         found = BoundedBranch(0.0, branch, of_way, margin, levels, placed)
         wanted = of_way[found.wanted(self.shelf)]

@@ -315,6 +315,15 @@ def test_a_large_cluster_in_seconds() -> None:
         assert build_estimate(plan, one).breakdown == pytest.approx(estimate.breakdown, rel=1e-9, abs=1e-9)
 
 
+def test_a_model_that_is_too_large_for_its_cluster_has_nothing_to_search() -> None:
+    run = EstimatedRun(model_shape("llama-4-maverick"), Layout(), cluster("8x8xH100"), 8192, 512)
+    plan = search(run)  # 16 bytes of each of 400 billion parameters are 100 GB a device
+    assert not plan.best and not plan.branches
+    # Stages with some more of its large layers do not fit, so their programs are not built.
+    plan = search(replace(run, optimizer="muon"), LayoutSpace(schedules=("1f1b",), fixed={"pp": 16, "cp": 1}))
+    assert plan.branches and not plan.best and not plan.players
+
+
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(problems(full=False), st.randoms(use_true_random=False))
 def test_the_bounds_of_all_ways_to_shard_are_below_each(
