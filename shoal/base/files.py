@@ -7,6 +7,7 @@ regular files are opened, and no link is written through.
 from __future__ import annotations
 
 import csv
+import difflib
 import errno
 import io
 import json
@@ -16,7 +17,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -211,12 +212,28 @@ def read_bytes(path: str | Path) -> bytes:
         with open_to_read(path) as file:
             content = file.read(LARGEST + 1)
     except FileNotFoundError:
-        raise UsageError(f"no such file: {path}") from None
+        raise UsageError(f"no such file: {path}{name_similar(Path(path))}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL or a surrogate in its name
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if len(content) > LARGEST:
         raise UsageError(f"{path} is larger than the {LARGEST >> 20} MiB that such a file can have.")
     return content
+
+
+def name_similar(path: Path) -> str:
+    """Return the end of a message about a file that does not exist: the file in its folder with the most similar name.
+
+    A folder that does not exist is named; "" if no name is similar.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        return f"\n  There is no folder {folder}."
+    with suppress(OSError):
+        names = [name for name in islice(os.listdir(folder), 10_000) if Path(name).suffix == path.suffix]
+        names = [name for name in names if name != path.name]  # a link to a file that does not exist
+        for near in difflib.get_close_matches(path.name, names, n=1, cutoff=0.7):
+            return f"; did you mean '{folder / near}'?"
+    return ""
 
 
 def read_tail(path: str | Path, most: int) -> str:

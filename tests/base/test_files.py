@@ -54,6 +54,20 @@ def test_what_is_no_regular_file_is_refused_and_waits_for_nobody(kinds):
             read_bytes(name)
 
 
+def test_a_file_of_a_similar_name_is_named(tmp_path):
+    (tmp_path / "quickstart.toml").touch()
+    (tmp_path / "quickstart.html").touch()
+    (tmp_path / "link.toml").symlink_to("absent")
+    says = {
+        "quickstrat.toml": f"quickstrat.toml; did you mean '{tmp_path}/quickstart.toml'?", "other.toml": "other.toml",
+        "link.toml": "link.toml", "none/a.toml": f"a.toml\n  There is no folder {tmp_path}/none.",
+    }  # fmt: skip
+    for name, end in says.items():
+        with pytest.raises(UsageError) as error:
+            read_bytes(tmp_path / name)
+        assert str(error.value) == f"no such file: {(tmp_path / name).parent}/{end}"
+
+
 def test_a_file_too_large_is_not_read_into_memory(tmp_path):
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 42)

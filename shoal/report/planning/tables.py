@@ -72,7 +72,7 @@ def lines(
     heading, *config = layout_lines(model, best, training.tokens, "The recommended", file)
     searched = (
         f"{plan.branches - plan.pruned:,} of {plan.branches:,} combinations of mesh, micro-batch and pipeline bounded, "
-        f"{len(plan.players)} programs, {plan.played:,} layouts simulated"
+        f"{len(plan.players)} program{'s' * (len(plan.players) > 1)}, {plan.played:,} layouts simulated"
         if plan.players else f"{plan.played:,} layouts of {run.software.name} priced"
     )
     text = [
