@@ -58,7 +58,8 @@ class DryRun:
         for name, size in counted.held.items():
             if name != "host":
                 yield f"  {name:<16}  {show_bytes(size):>8} ({show_bytes(getattr(memory, name))})"
-        yield f"  peak of memory    {show_bytes(step.peak):>8} ({show_bytes(memory.allocated)})"
+        kernels = f" with the kernels of {self.estimate.cluster.accelerator.name}" if self.measured else ""
+        yield f"  peak of memory    {show_bytes(step.peak):>8} ({show_bytes(memory.allocated)}{kernels})"
         yield from show_last(step, self.measured, self.sent)
 
 

@@ -281,6 +281,7 @@ def test_the_command_counts_measures_and_draws(tmp_path: Path, capsys: pytest.Ca
     sent = re.findall(r"(\S+ \S?B)  \((.*)\)", text)
     assert len(sent) >= 3 and all(counted == said for counted, said in sent)
     assert abs(float(re.search(r"([+-][\d.]+) % was counted dry", text)[1])) < 2
+    assert re.search(r"peak of memory .*\(\S+ \S?B with the kernels of h100-sxm\)", text)
     assert "most, measured" in page.read_text()
 
 
