@@ -1,6 +1,7 @@
 """Complete trainings: of tokens, days and dollars each gives the others; beside published ones."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from shoal import Layout, UsageError, cluster, estimate, train_fully
 from shoal.cli.main import main
 from shoal.planning.estimate import StepEstimate
 
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 PUBLISHED = {  # layout, model, cluster, sequences, tokens of a sequence, software, tokens, published device-hours
     # Narayanan et al. 2021, section 5.1: 34 days
     "GPT-3": (
@@ -38,7 +40,10 @@ def test_published_trainings_took_about_as_long(name: str) -> None:
     found = estimate(layout, model=model, cluster=machine, global_batch=batch, sequence_length=length,
                      software=software, precision="fp16" if software == "megatron-2021" else "bf16")  # fmt: skip
     training = train_fully(found.run, found.step_seconds, tokens=tokens)
-    assert training.devices * training.seconds / 3600 == pytest.approx(hours, rel=0.15)
+    estimated = training.devices * training.seconds / 3600
+    assert estimated == pytest.approx(hours, rel=0.15)
+    stated = re.search(rf"^\| {name}.* \| (\S+) \| [^|]*\|$", PAGE.read_text(), re.M)[1]
+    assert stated == f"{round(estimated, -3):,.0f}", "docs/plan.md"
 
 
 @pytest.fixture(scope="module")
