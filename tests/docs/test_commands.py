@@ -7,9 +7,11 @@ from textwrap import dedent
 
 import pytest
 
+from shoal.cli.bench import load_benchmark
 from shoal.cli.commands import COMMANDS
 from shoal.cli.completion import list_options
 from shoal.cli.main import main
+from shoal.labs.explain.subjects import find_subject
 from tests.docs.test_site import PAGES, ROOT
 
 EXAMPLES = sorted(ROOT.glob("examples/*.toml"))
@@ -17,12 +19,15 @@ COMMAND = re.compile(r"(?:^ {4,}|^\$ |`)(?:\w+=\S+ )*shoal ([a-z][^`#|;&>\n]*)",
 OPTION = re.compile(r"(?<=\s)--[a-z][\w.-]*")
 COMPUTED = re.compile(r"^(?: {4,}|\$ )shoal ((?:estimate|explain|goodput|simulate) .*?)(?:   .*| [|#].*)?$", re.M)
 ELSEWHERE = re.compile(r"\.toml|\.csv|here|--dry-run|--run|optimizers")  # a file, calibration, ranks; or the course's
-OF_THEIR_OWN = {"explain", "bench"}  # each topic and each benchmark has options of its own
 
 
 @cache
-def options_of(name: str) -> frozenset[str]:
-    return frozenset(list_options(COMMANDS[name]))
+def list_known(name: str, subject: str) -> frozenset[str]:
+    """Return the options of a command; each topic of `explain` and each benchmark has its own."""
+    if name not in ("explain", "bench"):
+        return frozenset(list_options(COMMANDS[name]))
+    kind = load_benchmark(subject) if name == "bench" else find_subject(subject)[0]
+    return frozenset({"--help", *(f"--{field.rstrip('_').replace('_', '-')}" for field in kind.model_fields)})
 
 
 @pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=lambda page: str(page.relative_to(ROOT)))
@@ -33,8 +38,10 @@ def test_commands_and_options_exist(page) -> None:
             continue
         name = next((n for n in (" ".join(words.split()[:2]), words.split()[0]) if n in COMMANDS), "")
         assert name, f"shoal {words}"
-        if name.split()[0] not in OF_THEIR_OWN:
-            unknown = [o for o in OPTION.findall(words) if not is_known(o.replace("_", "-"), options_of(name))]
+        subject = re.sub(r'^\w+ *"?', "", words).partition(" ")[0]
+        if name not in ("explain", "bench") or "[" in subject or re.match(r"[a-z\d]", subject):  # no SUBJECT, no ...
+            known = list_known(name, subject)
+            unknown = [o for o in OPTION.findall(words) if not is_known(o.replace("_", "-"), known)]
             assert not unknown, f"shoal {words}: {unknown}"
 
 
