@@ -178,4 +178,5 @@ def totals(scored: Scored) -> dict[str, Scored]:
         f"quality A, at most {SMALL} accelerators": graded.where(lambda p: p.gpus <= SMALL),
         f"quality A, more than {SMALL}": graded.where(lambda p: p.gpus > SMALL),
         "quality A and M, all": graded,
+        "all qualities": scored,
     }

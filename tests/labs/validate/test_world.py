@@ -1,5 +1,6 @@
 """Shoal's own constants beside published measurements, where these are: what is wanted of them."""
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from shoal.labs.validate.score import Scored, score, totals
 from shoal.planning.search.kinds import ACROSS, TIE
 from shoal.spec.catalog.calibration import calibration
 
-FOLDER = Path(__file__).parents[4] / "shared" / "measured"
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT.parent / "shared" / "measured"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"published measurements are not in {FOLDER}")
 
 
@@ -21,7 +23,7 @@ def scored() -> Scored:
 
 
 def test_estimates_are_as_near_as_they_should_be() -> None:
-    few, many, every = totals(scored()).values()
+    few, many, every, _ = totals(scored()).values()
     assert (few.time.rows, many.time.rows, every.memory.rows) > (2000, 100, 1000)
     assert few.time.median <= 0.05 and few.time.ninetieth <= 0.15
     assert many.time.median <= 0.08 and many.time.ninetieth <= 0.20
@@ -50,3 +52,17 @@ def test_what_is_scored_is_what_an_estimate_says() -> None:
     alone = score(points)
     assert alone.seconds == pytest.approx(scored().seconds[::97])
     assert alone.bytes == pytest.approx(scored().bytes[::97]) and alone.part == pytest.approx(scored().part[::97])
+
+
+def test_pages_state_the_accuracy_that_the_command_prints() -> None:
+    """The first table of docs/validate.md, and the README, whose figures are of rows of all qualities."""
+    few, many, _, every = totals(scored()).values()
+    page, readme = ((ROOT / name).read_text() for name in ("docs/validate.md", "README.md"))
+    for name, group in (("A, at most 128", few), ("A, more than 128", many), ("of all qualities", every)):
+        cells = [cell.strip() for cell in re.search(rf"^\|[^|]*{name}[^|]*\|(.*)\|$", page, re.M)[1].split("|")]
+        for (rows, error, bias), part in zip((cells[:3], cells[3:]), (group.time, group.memory), strict=True):
+            assert (rows, error) == (f"{part.rows:,}", f"{100 * part.median:.1f}, {100 * part.ninetieth:.1f}"), name
+            assert float(bias) == pytest.approx(100 * part.bias, abs=0.051), name
+    stated = [float(each) for each in re.findall(r"(\d+\.\d) %", readme.partition("## Accuracy")[2])[:4]]
+    found = [100 * each for part in (every.time, every.memory) for each in (part.median, part.ninetieth)]
+    assert stated == pytest.approx(found, abs=0.051)
