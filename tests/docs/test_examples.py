@@ -9,6 +9,7 @@ from shoal.cli.main import main
 from shoal.spec.config import load_config
 from shoal.training.check import check
 
+PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 
 
@@ -17,7 +18,12 @@ def test_an_example_can_be_trained_and_fits(file: Path, capsys: pytest.CaptureFi
     monkeypatch.chdir(file.parents[1])  # where its commands are typed
     check(load_config(file, data={"tokenizer": "bytes"}, model={"weights": ""}))  # without files of the hub
     for command in re.findall(r"^#   shoal estimate (.+)", file.read_text(), re.MULTILINE):
-        assert main(["estimate", *command.split()]) == 0, capsys.readouterr().out
+        code, printed = main(["estimate", *command.split()]), capsys.readouterr().out
+        assert code == 0, printed
+        row = re.search(rf"`examples/{file.name}` .* \| (\S+) s, (\S+ GB) \|$", PAGE.read_text(), re.MULTILINE)
+        step, unit = re.search(r"^  step +(\S+) (m?s);", printed, re.MULTILINE).groups()
+        assert float(row[1]) == pytest.approx(float(step) / (1000 if unit == "ms" else 1), rel=0.006), PAGE
+        assert f"{row[2]} reserved" in printed, PAGE
 
 
 def test_examples_name_their_clusters() -> None:
