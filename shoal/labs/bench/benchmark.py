@@ -91,12 +91,12 @@ def make_folder(path: Path | None, option: str) -> None:
         raise UsageError(f"{option} {path}: {error.strerror}. Name a folder in one that exists.") from None
 
 
-def make_table(title: str, rows: Sequence[Row], above: str = "") -> Table:
+def make_table(title: str, rows: Sequence[Row], above: str | None = None) -> Table:
     """Return a table for the terminal, with a column for each key of the rows. The value of the key ``above`` is a
     heading above consecutive rows that share it."""
     columns = [name for name in rows[0] if name != above]
     lines: list[list[str | Text]] = []
-    for heading, group in groupby(rows, lambda row: row.get(above)):
+    for heading, group in groupby(rows, lambda row: row.get(above) if above else None):
         if heading:
             lines += [[], [Text(heading, "bold")]]
         lines += [[format_cell(row[name]) for name in columns] for row in group]

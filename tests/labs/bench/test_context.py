@@ -25,6 +25,7 @@ def test_the_median_of_the_turns_ratios_is_compared_with_the_target(
     out = io.StringIO()
     assert ContextBenchmark().run(Console(file=out), str) is met
     assert f"{ratio} of the bound" in out.getvalue()
+    assert re.search(r"^ring .*\d", out.getvalue(), re.M), "a row is one line, which begins with its name"
 
 
 def test_long_sequences_train_that_do_not_fit_on_one_device(capsys: pytest.CaptureFixture) -> None:
