@@ -26,6 +26,10 @@ from tests.trainings.fixtures import base_config, base_run, corpus  # noqa: F401
 from tests.trainings.forked import server
 from tests.trainings.supervised import rank_server, supervised, undisturbed  # noqa: F401 -- fixtures
 
+# A shell may export its width; pages and tests have what is printed without a terminal.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 # How long one example takes says how busy the machine is. Each run of the suite draws others; a test that needs more of
 # them at once says how many.
 settings.register_profile("shoal", deadline=None, max_examples=40)

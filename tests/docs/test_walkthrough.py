@@ -33,15 +33,7 @@ def mask(line: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def narrow():
-    """A terminal of 80 columns, as the page has, whatever the one of the tests: a wider one shows more columns."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "80")
-        yield
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory, narrow) -> dict[str, str]:
+def said(tmp_path_factory) -> dict[str, str]:
     """What each command of the page prints; "" for a benchmark without its library."""
     folder = tmp_path_factory.mktemp("walkthrough")
     for kind, text in BLOCK.findall(PAGE.read_text()):
