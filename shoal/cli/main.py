@@ -95,7 +95,7 @@ def _find_help(topic: list[str]) -> list[str]:
     """Return the command line that shows a topic: a command, a section of the config, a technique or a word."""
     from shoal.spec.config import RunConfig
 
-    if not topic or topic[0] in COMMANDS or _in_group(topic[0]):
+    if not topic or topic[0] in ("-h", "--help", *COMMANDS) or _in_group(topic[0]):
         return [*topic, "--help"]
     return ["train", "--help", *topic] if topic[0] in RunConfig.model_fields else ["explain", *topic]
 
@@ -110,11 +110,12 @@ def _split_command(args: list[str]) -> tuple[str, list[str]]:
     for words in (2, 1):
         if (name := " ".join(args[:words])) in COMMANDS:
             return name, args[words:]
-    group = _in_group(args[0])
+    group = [name.split()[1] for name in _in_group(args[0])]
     if group and len(args) == 1:
-        raise UsageError(f"'{args[0]}' needs one of: {', '.join(name.split()[1] for name in group)}")
-    given = " ".join(args[:2]) if group else args[0]
-    raise UsageError(f"there is no command '{given}'; {did_you_mean(given, group or COMMANDS)}")
+        raise UsageError(f"'{args[0]}' needs one of: {', '.join(group)}")
+    if group:
+        raise UsageError(f"there is no command '{args[0]} {args[1]}'; {did_you_mean(args[1], group)}")
+    raise UsageError(f"there is no command '{args[0]}'; {did_you_mean(args[0], COMMANDS)}")
 
 
 def _usage() -> str:

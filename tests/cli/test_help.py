@@ -29,7 +29,7 @@ def test_help_of_an_unknown_topic_suggests_one(capsys):
     assert "did you mean 'zero'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"], ["help", "--help"]])
 def test_help_fits_one_screen_and_names_every_command(words, capsys):
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()

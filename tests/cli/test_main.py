@@ -314,7 +314,8 @@ def test_resume_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
     [
         ("trian", "there is no command 'trian'; did you mean 'train'?"),
         ("data", "'data' needs one of: train-tokenizer, inspect"),
-        ("data insp", "there is no command 'data insp'; did you mean 'data inspect'?"),
+        ("data insp", "there is no command 'data insp'; did you mean 'inspect'?"),
+        ("export onnx RUN", "there is no command 'export onnx'; allowed: gguf, hf"),
         ("--verbose", "there is no command '--verbose'; allowed: bench"),
         ("train nothing.toml", "no such file: nothing.toml"),
         ("train nothing", "no such file: nothing"),
