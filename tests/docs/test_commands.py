@@ -77,6 +77,18 @@ def test_a_module_of_ones_own_is_estimated_as_its_page_says(tmp_path, monkeypatc
     assert all(each in printed for each in (stated, f"step {took};", f"activations {kept}")), printed
 
 
+def test_a_module_of_ones_own_is_split_as_its_page_says(tmp_path, monkeypatch, capsys) -> None:
+    page = (ROOT / "docs" / "auto.md").read_text()
+    (tmp_path / "mine.py").write_text(dedent(re.search(r"^    # mine.py\n(.*?)\n\n(?=\S)", page, re.M | re.S)[1]))
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"^    shoal (plan auto --module .*?) --check", page, re.M)[1]
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^0.weight +\[Ay, B\]", printed, re.M) and re.search(r"^2.weight +\[A, By\]", printed, re.M)
+    longer = re.search(r"data parallelism, takes (\S+) % longer", page)[1]
+    assert re.search(rf"^data parallel .*\+{longer} %$", printed, re.M), printed
+
+
 def is_known(option: str, options: frozenset[str]) -> bool:
     """Return whether it is an option, its negative, or a field of one that is a section."""
     option = option.replace("--no-", "--").replace(".no-", ".")
