@@ -58,9 +58,11 @@ def test_a_file_of_a_similar_name_is_named(tmp_path):
     (tmp_path / "quickstart.toml").touch()
     (tmp_path / "quickstart.html").touch()
     (tmp_path / "link.toml").symlink_to("absent")
+    (tmp_path / "folder.toml").mkdir()
     says = {
         "quickstrat.toml": f"quickstrat.toml; did you mean '{tmp_path}/quickstart.toml'?", "other.toml": "other.toml",
-        "link.toml": "link.toml", "none/a.toml": f"a.toml\n  There is no folder {tmp_path}/none.",
+        "link.toml": "link.toml", "folders.toml": "folders.toml",
+        "none/a.toml": f"a.toml\n  There is no folder {tmp_path}/none.",
     }  # fmt: skip
     for name, end in says.items():
         with pytest.raises(UsageError) as error:
