@@ -42,7 +42,7 @@ class ReplicaChoices:
     def reserved(self, plain: StagePrices, parts: Sequence[StagePart], alive: float, ranks: int = 1) -> np.ndarray:
         """Return lower bounds of a rank's bytes with ``alive`` bytes in activations. [ways]
 
-        With several ranks, the parts are those of all of them, and the bound is of the fullest.
+        If ``parts`` are held by several ranks together, the bound is of the fullest rank.
         """
         return self._held(plain, parts) / ranks + plain.library_bytes + plain.with_holes(alive)
 
