@@ -66,11 +66,16 @@ def _check_data_parallel(layout: Layout, global_batch: int) -> None:
     if global_batch % per_pass:
         each, left = divmod(global_batch, layout.dp)
         micro_batches = sorted(nearest_divisors(layout.micro_batch, of=each)) if each and not left else []
+        passes, rest = divmod(global_batch, layout.micro_batch)
+        # a dp on which nothing else depends
+        free = layout.zero_shard is None and layout.ep == 1 and layout.sync == "all-reduce"
+        replicas = sorted(nearest_divisors(layout.dp, of=passes)) if left and not rest and free else []
         raise UsageError(
             f"train.global_batch = {global_batch} is not a multiple of dp {layout.dp} x micro_batch "
             f"{layout.micro_batch} = {per_pass}: global_batch = dp x micro_batch x microbatches."
             f"\n  Nearest global_batch that fits: {_nearest_multiples(global_batch, per_pass)}."
             + (f" Or micro_batch: {' or '.join(map(str, micro_batches))}." if micro_batches else "")
+            + (f" Or dp: {' or '.join(map(str, replicas))}." if replicas else "")
         )
     if (microbatches := layout.microbatches(global_batch)) > MOST_MICROBATCHES:
         raise UsageError(

@@ -127,6 +127,14 @@ def test_global_batch_is_a_multiple_of_one_pass():
     assert "Nearest global_batch that fits: 32." in refusal(dp=4, micro_batch=8, global_batch=16)
 
 
+def test_a_batch_that_may_not_change_names_the_nearest_dp():
+    """A resumed run keeps its global batch, so that only another dp helps it."""
+    assert "15 or 18. Or dp: 2 or 4." in refusal(dp=3, micro_batch=1, global_batch=16)
+    assert "12 or 18. Or dp: 2 or 4." in refusal(dp=3, micro_batch=2, global_batch=16)
+    assert "Or dp" not in refusal(dp=3, micro_batch=3, global_batch=16)
+    assert "Or dp" not in refusal(dp=6, zero=1, zero_shard=3, micro_batch=1, global_batch=16)
+
+
 def test_tp_divides_heads():
     message = refusal(tp=3)
     assert "parallel.tp = 3 does not divide model.heads = 8" in message
