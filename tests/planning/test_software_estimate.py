@@ -256,7 +256,7 @@ def test_a_layout_that_the_software_lacks_has_no_config(software: str, layout: L
     run = describe_run(layout, model="llama-3-8b", cluster="2x8xA100", global_batch=64, software=software)
     heading, words = software_lines(run, "The layout")
     assert heading.startswith("The layout, in shoal's words") and heading.endswith(says)
-    assert words == layout.describe()
+    assert words == f"{layout.describe()}, micro-batch {layout.micro_batch}"
 
 
 def test_replicas_without_zero_need_no_stage_of_it() -> None:
@@ -287,6 +287,15 @@ def test_plans_split_along_axes_that_the_software_has(software: str) -> None:
     kept = [plan.found, *plan.best]
     assert all(of.has(**{axis: getattr(one.layout, axis) for axis in ("tp", "cp", "ep", "pp")}) for one in kept)
     assert len(kept) > 1
+
+
+def test_deepseek_v3_is_planned_for_the_cluster_that_trained_it() -> None:
+    """Its 61 layers are on 16 pipeline ranks, with 64 ranks of experts (DeepSeek-AI 2024, section 3.2)."""
+    run = {"sequence_length": 4096, "global_batch": 15_360, "precision": "fp8", "software": "hai-llm"}
+    plan = LayoutPlanner("deepseek-v3", "2048xH800", **run).plan()
+    published = LayoutPlanner("deepseek-v3", "2048xH800", fixed="pp=16,ep=64", **run).plan()
+    fastest = min(found.seconds for found in plan.best)
+    assert fastest <= min(found.seconds for found in published.best) < 1.05 * fastest
 
 
 @pytest.mark.parametrize(("software", "fixed", "said"), [

@@ -25,7 +25,8 @@ from shoal.planning.search.search import search
 from shoal.planning.search.space import SEARCHED, LayoutSpace
 from shoal.planning.software_estimate import estimate_run
 from shoal.report.planning.estimate_lines import bound
-from shoal.report.planning.tables import run_toml, words
+from shoal.report.planning.other_software import words
+from shoal.report.planning.tables import run_toml
 from shoal.spec.layout import Layout, Recompute, ScheduleName
 from shoal.spec.number_formats import FORMATS
 

@@ -13,7 +13,7 @@ from shoal.planning.run import EstimatedRun
 from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace
 from shoal.planning.software_estimate import estimate_run
-from shoal.report.planning.tables import words
+from shoal.report.planning.other_software import words
 from shoal.report.tables import table_lines
 
 LARGE = 30e9  # parameters

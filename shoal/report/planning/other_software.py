@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import groupby
 from math import gcd
 from typing import Any
 
@@ -11,6 +12,8 @@ import tomli_w
 
 from shoal.pipeline.from_layout import virtual_stages
 from shoal.planning.run import EstimatedRun
+from shoal.spec.layout import Layout
+from shoal.spec.schedules import PAIRED
 
 MEGATRON = ("megatron-2019", "megatron-2021", "megatron-2022", "megatron-core", "megatron-2026", "zero-bubble")
 
@@ -34,7 +37,7 @@ def software_lines(run: EstimatedRun, what: str = "The recommended") -> Iterator
     name, lacking = run.software.name, list(_lacking(run))
     if lacking:
         yield f"{what}, in shoal's words; {name} has no {' and no '.join(lacking)}:"
-        yield run.layout.describe()
+        yield words(run.layout)
     elif name in MEGATRON:
         source = "sail-sg/zero-bubble" if name == "zero-bubble" else "NVIDIA/Megatron-LM"
         yield f"{what}, as arguments of {name} ({source}, arguments.py):"
@@ -58,7 +61,23 @@ def software_lines(run: EstimatedRun, what: str = "The recommended") -> Iterator
         yield from (f"{key}={value}" for key, value in maxtext_arguments(run).items())
     else:
         yield f"{what}, in shoal's words; {name} has other names:"
-        yield run.layout.describe()
+        yield words(run.layout)
+
+
+def words(layout: Layout) -> str:
+    """Return a layout as text: the searched fields."""
+    more = [f"micro-batch {layout.micro_batch}"]
+    if layout.recompute != "none":
+        more.append(f"recompute {layout.recompute}")
+    if layout.stage_layers:
+        runs = [(len(list(equal)), layers) for layers, equal in groupby(layout.stage_layers)]
+        each = (f"{count} x {layers}" if count > 1 else f"{layers}" for count, layers in runs)
+        more.append(f"stages of {' + '.join(each)} layers")
+    if layout.zero == 3 and not layout.reshard_after_forward:
+        more.append("parameters kept gathered")
+    if layout.ep_overlap is False and layout.ep > 1 and layout.schedule in PAIRED:
+        more.append("pairs one after the other")
+    return ", ".join([layout.describe(), *more])
 
 
 def _lacking(run: EstimatedRun) -> Iterator[str]:

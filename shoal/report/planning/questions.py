@@ -9,7 +9,8 @@ from shoal.base.units import show_bytes, show_metric, show_seconds
 from shoal.planning.search.plan import Plan
 from shoal.planning.search.planner import LayoutPlanner, TrainingAnswer
 from shoal.report.planning.estimate_lines import training_facts
-from shoal.report.planning.tables import best_mfu, search_progress, words
+from shoal.report.planning.other_software import words
+from shoal.report.planning.tables import best_mfu, search_progress
 from shoal.report.tables import table_lines
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import tomli_w
@@ -22,10 +21,9 @@ from shoal.planning.search.kinds import TIE
 from shoal.planning.search.plan import Plan, PricedLayout, Progressing
 from shoal.planning.software_estimate import estimate_run
 from shoal.report.planning.estimate_lines import training_facts
-from shoal.report.planning.other_software import software_lines
+from shoal.report.planning.other_software import software_lines, words
 from shoal.report.tables import table_lines
 from shoal.spec.layout import Layout
-from shoal.spec.schedules import PAIRED
 
 ABOUT = {
     "matrix products": "products of the layers and of the head, forward and backward",
@@ -115,22 +113,6 @@ def nearby_lines(plan: Plan) -> Iterator[str]:
             what = f"--cluster {other.run.cluster.name} ({run.cluster.size - other.run.cluster.size:,} devices fewer)"
         gain = f"{100 * (other.tokens_per_second / rate - 1):.0f} % more" if rate else f"{other.tokens_per_second:,.0f}"
         yield f"{'Faster' if rate else 'Fits'}: {what}: {gain} tokens per second, {words(other.found.layout)}."
-
-
-def words(layout: Layout) -> str:
-    """Return a layout as text for a table: the searched fields."""
-    more = [f"micro-batch {layout.micro_batch}"]
-    if layout.recompute != "none":
-        more.append(f"recompute {layout.recompute}")
-    if layout.stage_layers:
-        runs = [(len(list(equal)), layers) for layers, equal in groupby(layout.stage_layers)]
-        each = (f"{count} x {layers}" if count > 1 else f"{layers}" for count, layers in runs)
-        more.append(f"stages of {' + '.join(each)} layers")
-    if layout.zero == 3 and not layout.reshard_after_forward:
-        more.append("parameters kept gathered")
-    if layout.ep_overlap is False and layout.ep > 1 and layout.schedule in PAIRED:
-        more.append("pairs one after the other")
-    return ", ".join([layout.describe(), *more])
 
 
 def build_estimate(plan: Plan, found: PricedLayout) -> StepEstimate:

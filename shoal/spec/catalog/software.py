@@ -133,7 +133,7 @@ class Software(Section):
 
     def splits(self, layers: int, stages: int) -> bool:
         """Return whether it splits the layers of a model into this number of stages."""
-        if self.balanced:
+        if self.balanced or self.paired:  # DeepSeek-V3 has 61 layers on 16 ranks
             return stages <= layers
         return layers % stages == 0 or (self.counts_ends and (layers + 2) % stages == 0)
 
