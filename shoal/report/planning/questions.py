@@ -57,7 +57,7 @@ def fewest_line(planner: LayoutPlanner, plan: Plan | None) -> str:
 
 
 def what_if_lines(plans: Mapping[str, Plan | None]) -> list[str]:
-    """Return a table of the best layout on each kind of hardware, compared with the first."""
+    """Return a table of the fastest layout on each kind of hardware, compared with the first."""
     rows, first = [], None
     for what, plan in plans.items():
         if plan is None:
@@ -69,7 +69,7 @@ def what_if_lines(plans: Mapping[str, Plan | None]) -> list[str]:
             what, show_seconds(found.seconds), f"{100 * (found.seconds / first - 1):+.1f} %",
             f"{100 * best_mfu(plan):.1f} %", show_bytes(found.memory.reserved), words(found.layout),
         ])  # fmt: skip
-    return table_lines(["hardware", "step", "", "MFU", "memory", "best layout"], rows)
+    return table_lines(["hardware", "step", "", "MFU", "memory", "fastest layout"], rows)
 
 
 def training_lines(planner: LayoutPlanner, answer: TrainingAnswer) -> Iterator[str]:
@@ -84,7 +84,7 @@ def training_lines(planner: LayoutPlanner, answer: TrainingAnswer) -> Iterator[s
             show_metric(1e3 * (training.kilowatt_hours or 0), "Wh"), show_metric(1e3 * (training.kilowatts or 0), "W"),
             "too long" if late else "over budget" if dear else "", words(plan.found.layout),
         ])  # fmt: skip
-    yield from table_lines(["devices", "days", "dollars", "energy", "power", "", "best layout"], rows)
+    yield from table_lines(["devices", "days", "dollars", "energy", "power", "", "fastest layout"], rows)
     yield ""
     limit = f"{answer.days:g} days" if answer.days else f"${answer.budget:,.0f}"
     if not answer.found:
@@ -100,11 +100,11 @@ def training_lines(planner: LayoutPlanner, answer: TrainingAnswer) -> Iterator[s
 def map_lines(
     planners: Sequence[LayoutPlanner], nodes: Sequence[int], found: Sequence[Sequence[Plan | None]]
 ) -> list[str]:
-    """Return a table of the best layout ``found`` for each planner's model on each number of nodes."""
+    """Return a table of the fastest layout ``found`` for each planner's model on each number of nodes."""
     rows = [
         [planner.model, f"{count * planner.run.cluster.per_node:,}",
          f"{100 * best_mfu(plan):.1f} %" if plan else "", words(plan.found.layout) if plan else "does not fit"]
         for planner, plans in zip(planners, found, strict=True)
         for count, plan in zip(nodes, plans, strict=True)
     ]  # fmt: skip
-    return table_lines(["model", "devices", "MFU", "best layout"], rows)
+    return table_lines(["model", "devices", "MFU", "fastest layout"], rows)
