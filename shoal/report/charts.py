@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from itertools import cycle
+from math import ceil
 from typing import Any
 
 import matplotlib
@@ -169,6 +170,7 @@ def draw_bars(
         limit: a size to mark, and its label.
     """
     labels, sizes, ends = zip(*bars, strict=True)
+    shown = [name for i, name in enumerate(names) if any(each[i] for each in sizes)]
     rows = range(len(bars))
     colours = cycle(COLOURS)
     begin = [0.0] * len(bars)
@@ -190,7 +192,13 @@ def draw_bars(
     hide_frame(axes)
     axes.margins(x=0.12)
     if len(names) > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # below a title of the figure
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=_legend_columns(shown, labels))  # below a title
+
+
+def _legend_columns(names: Sequence[str], labels: Sequence[str]) -> int:
+    """Return how many columns of a legend fit beside the labels of bars, at most 3, at 7 CSS pixels a letter."""
+    beside = PAGE_WIDTH - 7 * max(len(line) for label in labels for line in label.split("\n"))
+    return min(3, max(1, beside // (45 + 7 * max(map(len, names)))))
 
 
 def stacked_bars(
@@ -198,7 +206,10 @@ def stacked_bars(
     *, title: str = "", height: int = 30,
 ) -> str:  # fmt: skip
     """Draw bars with `draw_bars` as SVG: for a page, or with a title as a file; ``height`` is of a bar [CSS pixels]."""
-    figure, (axes,) = new_figure(PAGE_WIDTH, 90 + height * len(bars), title=title)
+    labels, sizes, _ = zip(*bars, strict=True)
+    shown = [name for i, name in enumerate(names) if any(each[i] for each in sizes)]
+    rows = ceil(len(shown) / _legend_columns(shown, labels))
+    figure, (axes,) = new_figure(PAGE_WIDTH, 45 + 15 * max(3, rows) + height * len(bars), title=title)
     draw_bars(axes, names, bars, limit)
     return to_svg(figure, inline=not title)
 

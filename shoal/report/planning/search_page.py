@@ -30,13 +30,14 @@ def write_page(
     """Write the page as one file."""
     run, fullest = plan.run, [estimate.fullest for estimate in estimates]
     roles = [found.role for found in plan.listed]
-    names = [f"{role}: {_label(e.run.layout)}" for role, e in zip(roles, estimates, strict=True)]
+    labels = [(role, _label(estimate.run.layout)) for role, estimate in zip(roles, estimates, strict=True)]
+    names = ["\n".join(label) for label in labels]
     steps, sizes = [show_seconds(e.step_seconds) for e in estimates], [show_bytes(f.reserved) for f in fullest]
     times = [list(estimate.breakdown.values()) for estimate in estimates]
     held = [list(vars(memory).values()) for memory in fullest]
     rows = [
-        (name, step, f"{100 * estimate.mfu:.1f} %", size, reason)
-        for name, step, estimate, size, reason in zip(names, steps, estimates, sizes, reasons, strict=True)
+        (": ".join(label), step, f"{100 * estimate.mfu:.1f} %", size, reason)
+        for label, step, estimate, size, reason in zip(labels, steps, estimates, sizes, reasons, strict=True)
     ]
     lead = (f"{model}, {run.precision}, {run.optimizer}; {run.cluster.describe()}; {run.global_batch:,} sequences of "
             f"{run.sequence_length:,} tokens a step; {date.today()}.")  # fmt: skip
@@ -45,12 +46,12 @@ def write_page(
     text = "\n".join(config)
     parts = [
         "<h2>Time of a step, on the busiest pipeline rank</h2>",
-        stacked_bars(NAMES, list(zip(names, times, steps, strict=True))),
+        stacked_bars(NAMES, list(zip(names, times, steps, strict=True)), height=38),
         "<h2>Memory of the fullest rank</h2>",
         stacked_bars(list(vars(fullest[0])), list(zip(names, held, sizes, strict=True)),
-                     (estimates[0].capacity, f"{show_bytes(estimates[0].capacity)} of a device")),
+                     (estimates[0].capacity, f"{show_bytes(estimates[0].capacity)} of a device"), height=38),
         "<h2>Comparison with the recommended</h2>",
-        html_table(rows, ("layout", "step", "MFU", "memory", "against the recommended")),
+        f"<div class=wrap>{html_table(rows, ('layout', 'step', 'MFU', 'memory', 'against the recommended'))}</div>",
         f"<h2>{escape(heading.rstrip(':'))}</h2><pre>{escape(text)}</pre>",
         command(),
     ]  # fmt: skip
