@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import expanded, open_to_read
 from shoal.engine.own.optimizer import MakeOptimizer
-from shoal.engine.own.user_code import explain, explained
+from shoal.engine.own.user_code import explain, explained, pickle_code
 from shoal.engine.sharding.loss import LossPlan
 from shoal.spec.catalog import ModelShape
 
@@ -378,7 +378,7 @@ def save_own_model(own: OwnModel, file: Path) -> None:
         if "site-packages" not in path and not path.startswith(sys.base_prefix):
             cloudpickle.register_pickle_by_value(module)
     try:
-        content = cloudpickle.dumps(([folder for folder in sys.path if folder], cloudpickle.dumps(own)))
+        content = cloudpickle.dumps(([folder for folder in sys.path if folder], pickle_code(own)))
     except Exception as error:  # objects may raise anything
         name = next((name for name, value in vars(own).items() if not _can_be_pickled(value)), "definition")
         raise UsageError(

@@ -1,13 +1,19 @@
-"""Errors of a definition's code in one sentence, with its own last line."""
+"""Errors of a definition's code in one sentence, with its own last line; and that code as bytes, with its lines."""
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb, walk_tb
+from types import CodeType
+from typing import Any, ClassVar
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +21,7 @@ from torch import nn
 from shoal.base.errors import UsageError, list_causes
 from shoal.engine.collectives.shm.progress import PeerLost
 
-NOT_ITS_OWN = (str(Path(__file__).parents[2]), sys.base_prefix, "<frozen")
+NOT_ITS_OWN = (f"{Path(__file__).parents[2]}{os.sep}", f"{sys.base_prefix}{os.sep}", "<frozen")
 """Beginnings of the names of files of shoal and of Python."""
 
 TRANSIENT = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError, PeerLost)
@@ -42,6 +48,25 @@ def explained(what: str, remedy: str = "", *, only_its_own: bool = False) -> Ite
             raise
         raise UsageError(f"model.module: {what} fails{_place(error)}: {explain(error)}."
                          + (f"\n  {remedy}" if remedy else "")) from error
+
+
+def pickle_code(value: object) -> bytes:
+    """Pickle a value with the code of its functions, and with the names of their files for the errors that they raise.
+
+    cloudpickle 3.1 gives all code the file ``<dynamic-code>``.
+    """
+    to = io.BytesIO()
+    _CodePickler(to).dump(value)
+    return to.getvalue()
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    make, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
+
+
+class _CodePickler(cloudpickle.Pickler):
+    dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def explain(error: BaseException) -> str:
