@@ -165,6 +165,7 @@ class OwnStage(LocalStage):
         ranks: those that split its layers, if any.
         blocks: what ZeRO-3 gathers one after the other; None without blocks.
         planned: the loss as a plan of the search splits it, if it does.
+        called: what an error calls the loss.
     """
 
     further, keeps_views = 0, True
@@ -186,6 +187,7 @@ class OwnStage(LocalStage):
         self.buckets = [] if parameters.zero < 3 else parameters.buckets
         self.blocks: Blocks | None = None
         self.planned: PlannedLoss | None = None
+        self.called = f"its loss() with layers split over {ranks.describe()}" if ranks else "its loss()"
 
     def begin(self) -> None:
         """Begin a step or a validation.
@@ -220,7 +222,7 @@ class OwnStage(LocalStage):
         self.seeds.first = batch.first
         self.module.train(training)
         cast = autocast(self.policy, self.parameters.mesh.device)
-        with cast, self.blocks.forward() if self.blocks else nullcontext(), explained("its loss()"):
+        with cast, self.blocks.forward() if self.blocks else nullcontext(), explained(self.called):
             loss_of = self.planned.compute if self.planned else partial(self.own.compute, self.module)
             compute = partial(loss_of, batch.values)
             found = self.links.run(compute, hidden or ()) if self.links else compute()

@@ -24,7 +24,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.device import choose_transport, pick_device
-from shoal.engine.own.definition import load_own_model
+from shoal.engine.own.definition import drawing, load_own_model
 from shoal.engine.own.formats import widen
 from shoal.engine.own.links import LinkSeeds
 from shoal.engine.own.samples import OwnDataset
@@ -79,7 +79,38 @@ def verify_own_model(console: Console, config: RunConfig, steps: int, device: st
             verdict = compare_own_model(pool, planned, steps, device)
     reference = describe_reference(config.parallel, "plain PyTorch and one device")
     verdict.print(console, "fp64", reference, time.monotonic() - begin)
+    if note := describe_scale(config):
+        console.print(f"note      {note}")
     return verdict
+
+
+def describe_scale(config: RunConfig) -> str:
+    """Return why the loss is no sum over its batch: a batch with each sample twice does not count twice. Else nothing.
+
+    All layouts with the same `micro_batch` compute the same mean of a micro-batch, so that their comparison does not
+    find it.
+    """
+    own, seed, n = load_own_model(config.model.module), config.train.seed, config.parallel.micro_batch
+    samples, module = OwnDataset(own, "train", seed), own.build(seed).double().eval()
+    found = []
+    if samples.draws:
+        return ""
+    try:
+        for indices in ([*range(n)], [*range(n)] * 2):
+            with torch.no_grad(), drawing(seed):
+                batch = widen(samples.batch(indices), POLICIES["fp64"])
+                loss, terms, _ = own.compute(module, batch.values)
+            found.append((float(loss), float(terms)))
+    except Exception:  # its batches have one size, or it cannot compute without gradients
+        return ""
+    once, twice = found
+    if not all(once):
+        return ""
+    times = [b / a for a, b in zip(once, twice, strict=True)]
+    if all(math.isclose(each, 2, rel_tol=1e-6) for each in times):
+        return ""
+    return (f"with each sample twice, a batch has {times[0]:.3g} times the loss and {times[1]:.3g} times the terms: "
+            "loss() returns no sums over its batch, so what is trained depends on micro_batch")
 
 
 def compare_own_model(pool: Pool, config: RunConfig, steps: int, device: str = "cpu") -> Verdict:
@@ -108,17 +139,18 @@ def compare_own_model(pool: Pool, config: RunConfig, steps: int, device: str = "
     wanted = others[0] if others else [
         OwnStep(*each, frozenset()) for each in emulate_own_steps(config, steps, reference)
     ]
-    verdict = Verdict()
-    before = load_own_model(config.model.module).build(config.train.seed).double().state_dict()
+    verdict, own = Verdict(), load_own_model(config.model.module)
+    rule = "its own" if own.make_optimizer else config.optimizer.name
+    before = own.build(config.train.seed).double().state_dict()
     for step, (mine, other) in enumerate(zip(found, wanted, strict=True)):
         if not math.isclose(mine.loss, other.loss, rel_tol=TOLERANCES["fp64"].gradient, abs_tol=1e-12):
             text = f"step {step}, loss: {mine.loss:.12g}, of one device {other.loss:.12g}"
             if config.parallel.tp > 1:
                 text += ". A sum over the ranks of tp may be missing in tensor_parallel: rowwise or moe_tp_experts"
-            verdict.findings.append(Mismatch(step, config.optimizer.name, "loss", "", math.inf, (), text))
+            verdict.findings.append(Mismatch(step, rule, "loss", "", math.inf, (), text))
         wanted_gradients = other.gradients if stale else compute_gradients(config, step, before, reference)
-        _compare(verdict, config, step, "gradient", mine.gradients, wanted_gradients, mine.uneven)
-        _compare(verdict, config, step, "weight", mine.after, other.after)
+        _compare(verdict, rule, step, "gradient", mine.gradients, wanted_gradients, mine.uneven)
+        _compare(verdict, rule, step, "weight", mine.after, other.after)
         before = mine.after
     return verdict
 
@@ -204,7 +236,7 @@ def compute_gradients(config: RunConfig, step: int, values: Tensors, device: tor
 
 
 def _compare(
-    verdict: Verdict, config: RunConfig, step: int, kind: str, found: Tensors, wanted: Tensors,
+    verdict: Verdict, rule: str, step: int, kind: str, found: Tensors, wanted: Tensors,
     uneven: frozenset[str] = frozenset(),
 ) -> None:
     tolerance = TOLERANCES["fp64"].gradient
@@ -217,7 +249,7 @@ def _compare(
             if name in uneven:
                 text += (". Each rank of tp has another part of it: give its module 'replicated_with_grad_allreduce' "
                          "in tensor_parallel, or split its layer")
-            verdict.findings.append(Mismatch(step, config.optimizer.name, kind, name, error, (), text))
+            verdict.findings.append(Mismatch(step, rule, kind, name, error, (), text))
 
 
 def _errors(found: Tensors, wanted: Tensors) -> Iterator[tuple[str, float]]:

@@ -46,6 +46,12 @@ class Verification:
     worst_gradient: float  # largest relative error of a gradient
     findings: tuple[Mismatch, ...]  # of each layout in the order of a step
 
+    def __repr__(self) -> str:
+        """Return the numbers and the first finding: there may be one of each parameter in each step."""
+        first = f", the first: {self.findings[0].text}" if self.findings else ""
+        return (f"<Verification of {self.layouts} layout{'s' * (self.layouts != 1)}, {self.differing} differing: worst "
+                f"gradient {self.worst_gradient:.1e}, {len(self.findings)} findings{first}>")
+
     @classmethod
     def from_verdicts(cls, verdicts: Sequence[Verdict]) -> Verification:
         differing, worst = sum(bool(v.findings) for v in verdicts), max(v.worst_gradient for v in verdicts)
