@@ -53,7 +53,8 @@ def run(options: SimulateOptions) -> int:
         played = shoal.compare_schedules(names, file=options.csv, **given, **sizes, **disturbance)
     if options.out and schedule:
         write_schedule(options.out, played[0])
-    charts = [schedule_chart(one, seconds=options.seconds or bool(options.cluster)) for one in played]
+    seconds = options.seconds or bool(options.cluster)
+    charts = [schedule_chart(one, seconds=seconds, tp=options.tp) for one in played]
     if options.json_:
         print(dumps({"schedules": list_schedule_values(played)}))
     else:

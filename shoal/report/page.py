@@ -112,8 +112,8 @@ def timelines(charts: Sequence[Chart]) -> Fragment:
     paints = sorted({paint for chart in charts for paint in chart.paints}, key=str)
     body = [_tools(charts)]
     for i, chart in enumerate(charts):
-        row = chart.summary()
-        small = f"{row['step']} · bubble {row['bubble']} · {(n := chart.timeline.ranks)} rank{'s' * (n != 1)}"
+        row, kind = chart.summary(), "rank" if chart.lane == "rank" else "pipeline rank"
+        small = f"{row['step']} · bubble {row['bubble']} · {(n := chart.timeline.ranks)} {kind}{'s' * (n != 1)}"
         body.append(
             f'<section class="timeline"><h2>{escape(chart.name)} <small>{escape(small)}</small></h2>'
             f'<canvas class="canvas" id="timeline-{i}" tabindex="0" role="img" aria-label="Timeline of '
@@ -175,6 +175,7 @@ def pack_timeline(chart: Chart, paints: list[Paint]) -> dict:
     own = np.array([paints.index(paint) for paint in chart.paints])
     return {
         "name": chart.name,
+        "lane": chart.lane,
         "span": timeline.step_time,
         "shortest": float(length[length > 0].min(initial=np.inf)) if np.any(length > 0) else timeline.step_time,
         "peak": float(chart.peak.max(initial=0.0)),

@@ -57,9 +57,11 @@ class Comparison:
     def simulate(measured: MeasuredStep) -> Comparison:
         """Simulate the program with the measured times."""
         step = measured.profile.ranks[0].steps[measured.typical] + 1
+        simulated, typical = measured.simulated(), measured.timeline(measured.typical)
+        lane = "pp" if len(measured.profile.ranks) > typical.ranks else "rank"
         charts = (
-            Chart("simulated, with the mean times", measured.simulated()),
-            Chart(f"measured, step {step}", measured.timeline(measured.typical)),
+            Chart("simulated, with the mean times", simulated, lane=lane),
+            Chart(f"measured, step {step}", typical, lane=lane),
         )
         return Comparison(measured, charts)
 

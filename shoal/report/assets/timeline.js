@@ -175,7 +175,7 @@ function drawTimeline(t) {
       pen.fillStyle = soft;
       pen.textAlign = "left";
       pen.textBaseline = "middle";
-      pen.fillText(`rank ${rank}`, 0, y + t.bar / 2 + 0.5);
+      pen.fillText(`${t.lane} ${rank}`, 0, y + t.bar / 2 + 0.5);
     }
   }
   pen.fillStyle = line;
@@ -397,7 +397,7 @@ function choose(t, row, x, y) {
   if (t.microbatch[row] >= 0) lines.push(["micro-batch", t.microbatch[row]]);
   for (const [field, title] of Object.entries(SKIPPED)) if (t[field][row] >= 0) lines.push([title, t[field][row]]);
   if (t.stage[row] >= 0) lines.push(["stage", t.stage[row]]);
-  lines.push(["rank", rank], ["start", duration(t.start[row])], ["length", duration(t.length[row])]);
+  lines.push([t.lane, rank], ["start", duration(t.start[row])], ["length", duration(t.length[row])]);
   if (t.half[row] !== 2 && t.start[row] - before > t.span * 1e-6) lines.push(["idle before", duration(t.start[row] - before)]);
   lines.push(["alive on the rank", amount(t, aliveAt(t, rank, t.start[row] + t.length[row] / 2))]);
   const card = $("card");

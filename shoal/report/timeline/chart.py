@@ -32,6 +32,7 @@ class Chart:
     kept_for_weight: float | np.ndarray | None = None
     message_bytes: float | None = None  # bytes of one message between two stages; None if unknown
     facts: dict[str, str] = field(default_factory=dict)  # extra columns of the table, by title
+    lane: str = "rank"  # name of a lane before its number; "pp" where other ranks have the same place in the pipeline
 
     @property
     def start(self) -> np.ndarray:

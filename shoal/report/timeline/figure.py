@@ -71,7 +71,7 @@ def _draw_lanes(axes: Axes, chart: Chart, per_time: float, lane: float) -> None:
                       size=min(size, part[row] * lane), color=ink(fills[chart.paint[row]]), ha="center",
                       va="center_baseline")
     shown = range(0, ranks, int(-(-FONT * 1.15 // lane)))
-    axes.set_yticks([rank + (1 - gap) / 2 for rank in shown], ["rank 0", *map(str, shown[1:])], size=FONT)
+    axes.set_yticks([rank + (1 - gap) / 2 for rank in shown], [f"{chart.lane} 0", *map(str, shown[1:])], size=FONT)
     axes.set_title(chart.name, size=8)
     axes.set_title(chart.caption(), size=FONT, loc="right", weight="normal", color=FAINT)
     hide_frame(axes)

@@ -15,8 +15,8 @@ from shoal.pipeline.simulator.theory import THEORY
 from shoal.report.timeline.chart import Chart
 
 
-def schedule_chart(played: PlayedSchedule, *, seconds: bool) -> Chart:
-    """Return a chart of the slowest replica; ``seconds`` if its times are in seconds."""
+def schedule_chart(played: PlayedSchedule, *, seconds: bool, tp: int = 1) -> Chart:
+    """Return a chart of the slowest replica; ``seconds`` if its times are in seconds, ``tp`` ranks move together."""
     timeline, columns = played.timeline, played.timeline.columns
     share = columns.ranks / columns.program.depth
     facts = {
@@ -25,8 +25,9 @@ def schedule_chart(played: PlayedSchedule, *, seconds: bool) -> Chart:
     }
     if len(timeline.replicas) > 1:
         facts["replicas that differ"] = f"{len(timeline.replicas)} of {timeline.replicas.sum()}"
+    lane = "pp" if tp * timeline.replicas.sum() > 1 else "rank"
     slowest = int(np.argmax(timeline.own_span.max(axis=1)))
-    return Chart(played.name, timeline, kind=slowest, seconds=seconds, facts=facts)
+    return Chart(played.name, timeline, kind=slowest, seconds=seconds, facts=facts, lane=lane)
 
 
 def schedule_lines(every: Sequence[PlayedSchedule]) -> Iterator[str]:

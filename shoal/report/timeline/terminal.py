@@ -45,7 +45,7 @@ def show(console: Console, charts: Sequence[Chart], *, rows: int = MOST_ROWS) ->
 
 def timeline(chart: Chart, width: int, end: float, *, rows: int = MOST_ROWS, coloured: bool = True) -> list[Text]:
     """Return the rows of one timeline, with its time axis below them."""
-    label = len(f"rank {chart.timeline.ranks - 1}") + 1
+    label = len(f"{chart.lane} {chart.timeline.ranks - 1}") + 1
     idle = 1 - chart.timeline.busy[chart.kind] / chart.timeline.compute_span if chart.timeline.compute_span else None
     notes = [f" {100 * share:3.0f}% idle" for share in idle] if idle is not None and width >= 72 else None
     cells = max(1, width - label - (len(notes[0]) if notes else 0))
@@ -55,7 +55,7 @@ def timeline(chart: Chart, width: int, end: float, *, rows: int = MOST_ROWS, col
             hidden = chart.timeline.ranks - rows + 1
             lines.append(Text(f"{'':{label}}... {hidden} more ranks ..."[:width], style="dim"))
             continue
-        line = Text(f"rank {rank}".ljust(label), style="dim" if coloured else "")
+        line = Text(f"{chart.lane} {rank}".ljust(label), style="dim" if coloured else "")
         line.append_text(_cells(chart, rank, cells, end, coloured=coloured))
         if notes:
             line.append(notes[rank], style="dim")

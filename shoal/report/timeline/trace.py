@@ -42,7 +42,7 @@ def events(charts: Sequence[Chart]) -> Iterator[dict[str, Any]]:
 
 
 def _names(chart: Chart, process: int, rank: int, *, several: bool) -> Iterator[dict[str, Any]]:
-    name = f"{chart.name}, rank {rank}" if several else f"rank {rank}"
+    name = f"{chart.name}, {chart.lane} {rank}" if several else f"{chart.lane} {rank}"
     yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}}
     for track, title in TRACKS.items():
@@ -87,7 +87,7 @@ def _messages(chart: Chart, first: int, arrow: int) -> Iterator[dict[str, Any]]:
         track = TO_NEXT if forward else TO_PREVIOUS
         what = "activations" if forward else "gradients"
         begin = _time(chart, starts[i])
-        common = {"name": f"{what} to rank {target}", "cat": "message"}
+        common = {"name": f"{what} to {chart.lane} {target}", "cat": "message"}
         yield {
             "ph": "X", "pid": first + source, "tid": track, "ts": begin, "dur": _time(chart, ends[i] - starts[i]),
             "args": {"microbatch": action.microbatch}, **common,

@@ -1,9 +1,14 @@
 """A recorded step against the simulation of the same program: what was simulated, recorded, predicts itself."""
 
+import io
+import json
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from shoal.pipeline.program import Op, Program, build_program
 from shoal.pipeline.schedules import SCHEDULES
@@ -11,6 +16,8 @@ from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
 from shoal.pipeline.simulator.columns import CODE, OPS, build_columns
 from shoal.report.run import Comparison, op_table, rank_table
 from shoal.report.timeline.measured import MeasuredStep
+from shoal.report.timeline.terminal import show
+from shoal.report.timeline.trace import events
 from shoal.training.records.profile import Profile, RankProfile
 from tests.report.charts import program
 
@@ -102,6 +109,18 @@ def test_the_tables_have_every_stage_and_every_rank():
     assert len(actions) == len(set(actions)) == 4 * 8 + 1  # F, I, W and R of 8 stages, and the optimizer
     assert [row[0] for row in rank_table(measured)[1:]] == list(map(str, range(8)))
     assert len(rank_table(measured, 3)) == 4
+
+
+@pytest.mark.parametrize(("dp", "lane"), [(1, "rank"), (2, "pp")])
+def test_lanes_of_several_replicas_are_places_in_the_pipeline(dp: int, lane: str) -> None:
+    """Rank 1 of the table is another replica's first stage, and no lane of the timeline above it."""
+    profile = recorded(program("1f1b"), ActionTimes(), MessageTimes(), dp=dp)
+    compared = Comparison.simulate(MeasuredStep.from_profile(profile))
+    assert {chart.lane for chart in compared.charts} == {lane}
+    said = io.StringIO()
+    show(Console(file=said, width=120), compared.charts)
+    assert re.findall(r"^(\w+) 1 ", said.getvalue(), re.M) == [lane] * 2
+    assert f"{lane} 3" in json.dumps([*events(compared.charts)])
 
 
 def test_a_pair_is_one_computation() -> None:
