@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section, docstrings, validate
-from shoal.base.usual_names import list_usual
+from shoal.base.usual_names import OTHER_VALUES, list_usual
 
 T = TypeVar("T", bound=Section)
 
@@ -239,9 +239,9 @@ def _without_box(text: str, sections: Mapping[str, type[BaseModel]]) -> str:
             parts.append(" ".join(row.strip("│| ") for row in part).partition("  Got errors:")[0])
     if parts[0].startswith("Unrecognized"):
         usual = {name: found for name in unknown if (found := [*_by_usual_name(name, sections)])}
-        lines = [f"For --{name}: {' or '.join(found)}" for name, found in usual.items()]
+        lines = [f"For --{name}: {' or '.join(found)}{_other_value(name)}" for name, found in usual.items()]
         if len(unknown) == 1 and usual:
-            parts[1:-1] = [f"Perhaps you meant: {', '.join(usual[unknown[0]])}"]
+            parts[1:-1] = [f"Perhaps you meant: {', '.join(usual[unknown[0]])}{_other_value(unknown[0])}"]
         else:
             similar = [part for part in parts[1:-1] if not any(f"to --{name}:" in part for name in usual)]
             parts[1:-1] = [*lines, *similar]
@@ -275,6 +275,10 @@ def _by_usual_name(unknown: str, sections: Mapping[str, type[BaseModel]]) -> Ite
                 option = "--" + ".".join(path).replace("_", "-")
                 if known in (path[-1], ".".join(path), option):
                     yield option
+
+
+def _other_value(unknown: str) -> str:
+    return OTHER_VALUES.get(unknown.rpartition(".")[2].replace("-", "_"), "")
 
 
 def _list_fields(section: type[BaseModel], outer: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, g
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.usual_names import list_usual
+from shoal.base.usual_names import OTHER_VALUES, list_usual
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -132,16 +132,17 @@ def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str
     dotted = _printable(".".join((*outer, *keys)))
     if error["type"] == "extra_forbidden":
         usual = list_usual(keys[-1]) if len(keys) < 3 else []
-        elsewhere = [f"{name}.{field}" for known in usual for name, info in section.model_fields.items()
-                     for field in getattr(info.annotation, "model_fields", {}) if known in (field, f"{name}.{field}")]
+        elsewhere = _find_fields(section, usual)
         if usual[:1] and usual[0].startswith("--"):
             return f"there is no key '{dotted}'; ", f"it is an option of the command line: {usual[0]}"
         if elsewhere:
-            return f"there is no key '{dotted}'; ", f"did you mean '{' or '.join(elsewhere)}'?"
+            near = f"did you mean '{' or '.join(elsewhere)}'?"
+            return f"there is no key '{dotted}'; ", near + _explain_keys(section, error)
         for key in keys[:-1]:
             section = section.model_fields[key].annotation if hasattr(section, "model_fields") else get_args(section)[1]
         known = next((name for name in list_usual(keys[-1]) if name in section.model_fields), keys[-1])
-        return f"there is no key '{dotted}'; ", did_you_mean(known, section.model_fields)
+        near = did_you_mean(known, section.model_fields)
+        return f"there is no key '{dotted}'; ", near + (_explain_keys(section, error) if len(keys) == 1 else "")
     what = "input should be a table" if error["type"] == "model_type" else error["msg"].removeprefix("Value error, ")
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         near = did_you_mean(error["input"], re.findall(r"'([^']*)'", error["ctx"]["expected"]))
@@ -149,6 +150,21 @@ def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str
     of_table = error["type"] in ("missing", "value_error") and isinstance(error["input"], dict)  # several keys
     given = "" if of_table else f" = {truncate(error['input'])}"
     return f"{dotted}{given}: ", f"{what[0].lower()}{what[1:]}"
+
+
+def _find_fields(section: Any, names: Iterable[str]) -> list[str]:
+    """Return the fields of its sections that have one of these names, with or without the section's."""
+    return [f"{name}.{field}" for known in names for name, info in section.model_fields.items()
+            for field in getattr(info.annotation, "model_fields", {}) if known in (field, f"{name}.{field}")]
+
+
+def _explain_keys(section: Any, error: Any) -> str:
+    """Return what the keys of an unknown table, such as one of another trainer, are called."""
+    values = error["input"] if isinstance(error["input"], dict) else {}
+    found = {key: _find_fields(section, list_usual(key)) for key in values if isinstance(key, str)}
+    known = [f"{_printable(key)} is {' or '.join(fields)}{OTHER_VALUES.get(key, '')}"
+             for key, fields in found.items() if fields]
+    return f" Of its keys: {'; '.join(known)}." if known else ""
 
 
 def _keys(section: Any, place: tuple[str | int, ...]) -> list[str]:

@@ -16,9 +16,9 @@ USUAL_NAMES = {
             "data_parallel_sharding_strategy",
     "recompute": "recompute_granularity recompute_activations activation_checkpoint activation_checkpointing "
                  "gradient_checkpointing",
-    "micro_batch": "micro_batch_size local_batch_size per_device_train_batch_size",
+    "micro_batch": "micro_batch_size local_batch_size pipeline_parallel_microbatch_size per_device_train_batch_size",
     "microbatches": "micro_batches num_microbatches num_micro_batches",
-    "overlap": "overlap_grad_reduce",
+    "parallel.overlap": "overlap_grad_reduce",
     "reshard_after_forward": "fsdp_reshard_after_forward",
     # model
     "model.name": "flavor model_name",
@@ -69,6 +69,20 @@ USUAL_NAMES = {
     "--max-tokens": "max_new_tokens max_length",
 }  # fmt: skip
 """Names in other trainers, separated by spaces, by field (with its section if several sections have such a field)."""
+
+OTHER_VALUES = {
+    "use_distributed_optimizer": " 1", "distributed_optimizer": " 1", "fsdp": " 3", "fsdp2": " 3", "use_fsdp": " 3",
+    "data_parallel_shard_degree": ", the product of both degrees, with zero = 3 and zero_shard = this one",
+    "data_parallel_replicate_degree": ", the product of both degrees",
+    "num_layers_per_virtual_pipeline_stage": ", the stages of a rank: layers / pp / this",
+    "pipeline_parallel_layers_per_stage": ", the stages of a rank: layers / pp / this",
+    "recompute_activations": " selective", "activation_checkpointing": " full", "gradient_checkpointing": " full",
+    "bf16": " bf16", "fp16": " fp16", "fp32": " fp32", "fp8": " fp8",
+    "local_batch_size": ", with pp of a micro-batch",
+    "min_lr": ", a fraction of the learning rate",
+    "lr_warmup_fraction": ", a number of steps", "warmup_ratio": ", a number of steps",
+}  # fmt: skip
+"""What follows a field's name, by the name in another trainer, where the two have other values."""
 
 
 def list_usual(name: str) -> list[str]:
