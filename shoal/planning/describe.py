@@ -42,7 +42,8 @@ def estimate(
         cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096, or a description of one.
         config: a run's config, the source of arguments that are not given.
         sequence_length: tokens per sequence (default: the config's, else the model's maximum training length).
-        global_batch: sequences per step, or tokens as "512K" or "4M" (default: the config's, else about 4 M tokens).
+        global_batch: sequences per step, or tokens as "512K" or "4M" (default: the config's, else about 4M,
+            divided by the devices as far as possible).
         precision: precision, see ``train.precision`` (default: the config's, else bf16).
         optimizer: the update rule (default: the config's, else adamw).
         fill: fill the cluster with replicas (default: if the layout does not set dp).
@@ -92,7 +93,7 @@ def describe_run(
     run = replace(run, layout=layout)
     if global_batch is None and config is None:
         per_pass = math.lcm(layout.dp, filled) * layout.micro_batch  # so that a refusal can name this dp
-        passes = min(max(1, round(TOKENS_PER_STEP / s / per_pass)), MOST_MICROBATCHES)
+        passes = min(max(1, round(choose_batch(s, size) / per_pass)), MOST_MICROBATCHES)
         run = replace(run, global_batch=passes * per_pass)
     if layout.offload != "none":
         given = f"parallel.offload = {layout.offload}"
@@ -115,7 +116,7 @@ def build_run(
     if global_batch is not None:
         batch = parse_batch(global_batch, s)
     else:
-        batch = config.train.global_batch if config else max(1, round(TOKENS_PER_STEP / s))
+        batch = config.train.global_batch if config else choose_batch(s, 1)
     run = EstimatedRun(
         with_positions(shape, s), Layout(), cluster_of(cluster) if isinstance(cluster, str) else cluster, s, batch,
         precision, optimizer, software=find_software(software) if isinstance(software, str) else software,
@@ -123,6 +124,17 @@ def build_run(
     )
     check_device(run)
     return run
+
+
+def choose_batch(sequence_length: int, devices: int) -> int:
+    """Return the sequences of a step of about 4 M tokens, and up to an eighth away if devices divide them better.
+
+    >>> choose_batch(8192, 512), choose_batch(8192, 100), choose_batch(8192, 7)
+    (512, 500, 511)
+    """
+    usual = max(1, round(TOKENS_PER_STEP / sequence_length))
+    near = range(usual - usual // 8, usual + usual // 8 + 1)
+    return max(near, key=lambda batch: (math.gcd(batch, devices), -abs(batch - usual)))
 
 
 def read_settings(config: RunConfig | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from shoal.base.errors import UsageError
 from shoal.base.units import DAY, HOUR
 from shoal.planning.cost.flops import layer_flops
 from shoal.planning.cost.memory.stage import StageMemory
-from shoal.planning.describe import DEFAULT_MODEL, build_run
+from shoal.planning.describe import DEFAULT_MODEL, build_run, choose_batch
 from shoal.planning.estimable import check_closed_form, check_trained
 from shoal.planning.full_training import FullTraining, find_price, train_fully
 from shoal.planning.run import EstimatedRun
@@ -81,6 +81,7 @@ class LayoutPlanner:
         optimizer: str | None = None, fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
     ):  # fmt: skip
         self.run = build_run(model, cluster, config, sequence_length, global_batch, precision, optimizer, software)
+        self._chooses_batch = global_batch is None and config is None
         if (size := self.run.cluster.size) > MOST_RANKS:
             raise UsageError(f"--cluster {cluster}: {size:,} devices; a layout has at most {MOST_RANKS:,}.")
         self.model = model or (config.model.name if config else DEFAULT_MODEL)
@@ -100,6 +101,9 @@ class LayoutPlanner:
         Raises:
             UsageError: no layout can split the model and the batch over the cluster.
         """
+        if self._chooses_batch:
+            batch = choose_batch(self.run.sequence_length, self.run.cluster.size)
+            self.run = replace(self.run, global_batch=batch)
         run = self.run
         if not self._divides(run):
             given = f" with --fix {self.fixed}" if self.fixed else ""
@@ -297,7 +301,7 @@ def plan(
         cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096.
         config: a run's config, the source of arguments that are not given; its layout is ignored.
         global_batch: sequences per step, or tokens as "512K" or "4M" (4 x 1024 x 1024; default: the config's, else
-            about 4M).
+            about 4M, divided by the devices as far as possible).
         sequence_length: tokens per sequence (default: the config's, else the longest that the model was trained for).
         precision: precision, see ``train.precision`` (default: the config's, else bf16).
         optimizer: optimizer name (default: the config's, else adamw).

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.planning.search.planner import LayoutPlanner
@@ -115,3 +116,11 @@ def test_a_map_has_a_cell_for_each_model_and_number_of_nodes(capsys: pytest.Capt
     assert said.count("does not fit") == 2
     figure = out.read_text()
     assert figure.count("MFU") == 2 and figure.count("does not fit") == 2 and "3 nodes" in figure
+
+
+def test_a_batch_that_is_not_given_divides_among_awkward_devices() -> None:
+    """512 sequences on 100 devices took 25 pipeline stages, and half as many tokens per second as 500."""
+    free, given = (LayoutPlanner("llama-3-8b", "100xH100", global_batch=batch).plan() for batch in (None, 512))
+    assert free.run.global_batch == 500 and free.tokens_per_second > 1.9 * given.tokens_per_second
+    alone = shoal.estimate(free.found.layout, model="llama-3-8b", cluster="100xH100")
+    assert alone.run.global_batch == 500 and alone.step_seconds == pytest.approx(free.found.seconds)
