@@ -111,11 +111,11 @@ def draw_lines(
         axes.plot([at], [height], "o", color=INK, markerfacecolor=GROUND)
         axes.annotate(label, (at, height), xytext=(0, 7), textcoords="offset points", ha="center", weight="bold",
                       bbox={"facecolor": GROUND, "edgecolor": "none", "pad": 0.5, "alpha": 0.8})
-    if from_zero:
-        axes.set_ylim(bottom=0)
+    if from_zero:  # with space for the labels of marks below the title
+        axes.set_ylim(0, max([axes.get_ylim()[1], *(1.12 * height for _, height, _ in marks)]))
     else:
         axes.set_yscale("log")
-        axes.set_ylim(bottom=lowest)
+        axes.set_ylim(lowest, max([axes.get_ylim()[1], *(1.5 * height for _, height, _ in marks)]))
         bottom, top = axes.get_ylim()
         axes.yaxis.set_major_locator(_locate_powers(bottom, top))
     for axis, (label, show) in ((axes.xaxis, x), (axes.yaxis, y)):

@@ -1,9 +1,12 @@
-"""The page of `shoal plan` in a browser: nothing that it says is cut off."""
+"""The page of `shoal plan`, and charts of a purchase, in a browser: nothing that they say is cut off or hidden."""
 
 from pathlib import Path
 
+import pytest
+
 from shoal.cli.main import main
 from tests.browser import check_widths
+from tests.docs.test_pictures import UNREADABLE
 
 CUT = """() => [...document.querySelectorAll('svg')].flatMap(svg => [...svg.querySelectorAll('text')].filter(text => {
     const [own, all] = [text.getBoundingClientRect(), svg.getBoundingClientRect()]
@@ -24,3 +27,15 @@ def test_legends_and_the_comparison_are_complete(saved, tmp_path: Path) -> None:
     assert page.evaluate(CUT) == []
     assert page.evaluate(HIDDEN) == []
     check_widths(page)
+
+
+@pytest.mark.parametrize("words", [
+    "goodput --devices 1024,16384", "goodput --devices 1024 --restart quick=30s,slow=5min", "explain budget",
+    "explain budget --model llama-3-70b --devices 512",
+])  # fmt: skip
+def test_labels_of_marks_lie_on_no_title(page, words: str, tmp_path: Path) -> None:
+    """A mark at the highest point had its label over the chart's title."""
+    out = tmp_path / "chart.svg"
+    assert main([*words.split(), "--out", str(out)]) == 0
+    page.goto(out.as_uri())
+    assert page.evaluate(UNREADABLE) == []

@@ -131,7 +131,7 @@ def explain(options: BudgetOptions, console: Console) -> Callable[[], str]:
 
 def draw(flops: float, rate: float, devices: int, utilisation: float, name: str) -> str:
     """Draw the days of a training over the number of devices, with the given one marked."""
-    counts = [devices * 2.0**k for k in range(-3, 4)]
+    counts = [count for k in range(-3, 4) if (count := devices * 2.0**k) >= 1]
     series = {
         f"{100 * part:.3g} % of the peak": [(n, training_seconds(flops, rate, 1, part) / n / DAY) for n in counts]
         for part in (utilisation, 1.0)
@@ -140,6 +140,7 @@ def draw(flops: float, rate: float, devices: int, utilisation: float, name: str)
     figure, (axes,) = new_figure(860, 360)
     draw_lines(axes, f"Days of {flops:.3g} FLOPs over the number of {name}", series, x=("devices", "{:,.0f}".format),
                y=("days", show_number), marks=[(float(devices), days, f"{show_number(days)} days")])  # fmt: skip
+    axes.set_xticks(counts)
     return to_svg(figure)
 
 
