@@ -103,7 +103,8 @@ class LayoutPlanner:
         """
         if self._chooses_batch:
             batch = choose_batch(self.run.sequence_length, self.run.cluster.size)
-            self.run = replace(self.run, global_batch=batch)
+            chosen = replace(self.run, global_batch=batch)
+            self.run = chosen if self._divides(chosen) else self.run  # fixed fields may need another
         run = self.run
         if not self._divides(run):
             given = f" with --fix {self.fixed}" if self.fixed else ""

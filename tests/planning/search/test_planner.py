@@ -122,5 +122,7 @@ def test_a_batch_that_is_not_given_divides_among_awkward_devices() -> None:
     """512 sequences on 100 devices took 25 pipeline stages, and half as many tokens per second as 500."""
     free, given = (LayoutPlanner("llama-3-8b", "100xH100", global_batch=batch).plan() for batch in (None, 512))
     assert free.run.global_batch == 500 and free.tokens_per_second > 1.9 * given.tokens_per_second
+    fixed = LayoutPlanner("llama-3-8b", "25x8xH100", fixed="dp=8,zero=1,schedule=1f1b,micro_batch=1").plan()
+    assert fixed.run.global_batch == 512, "500 sequences do not divide among 8 replicas"
     alone = shoal.estimate(free.found.layout, model="llama-3-8b", cluster="100xH100")
     assert alone.run.global_batch == 500 and alone.step_seconds == pytest.approx(free.found.seconds)
