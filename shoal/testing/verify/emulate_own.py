@@ -3,6 +3,7 @@ names, one micro-batch after the other through all stages, and one plain optimiz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -55,9 +56,9 @@ class EmulatedStage:
 
 def emulate_own_steps(
     config: RunConfig, steps: int, device: torch.device
-) -> Iterator[tuple[float, Tensors, Tensors]]:
-    """Yield of each step the mean loss, the gradients of its last update, and the weights and buffers after it, on the
-    host."""
+) -> Iterator[tuple[float, float, Tensors, Tensors]]:
+    """Yield the mean loss of each step, the mean gradient norm of its updates before clipping, the gradients of the
+    last, and the weights and buffers after it, on the host."""
     own, layout, train = load_own_model(config.model.module), config.parallel, config.train
     program = build_layout_program(layout, layout.microbatches(train.global_batch))
     used = {(a.stage, a.microbatch): a.version for order in program.actions for a in order if a.op is Op.FORWARD}
@@ -71,7 +72,7 @@ def emulate_own_steps(
     for p in trained.values():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # the optimizer may hold references to gradients
     for step in range(steps):
-        versions, total, counted = list[Tensors](), 0.0, 0.0
+        versions, norms, total, counted = list[Tensors](), list[float](), 0.0, 0.0
         for stage in stages:
             stage.statistics.begin()
         for update in range(program.updates):
@@ -94,6 +95,7 @@ def emulate_own_steps(
                     if name in stage.trained and (mine := stage.trained[name]).grad is not None:
                         get_gradient(p).add_(mine.grad / (terms or 1.0))
                         mine.grad = None
+            norms.append(math.sqrt(sum(float(get_gradient(p).square().sum()) for p in trained.values())))
             optimizer.step(
                 own.schedule(step, train.steps) if own.schedule else learning_rate(step, train.steps, config.optimizer))
         after = {name: p.detach() for name, p in trained.items()}
@@ -101,7 +103,7 @@ def emulate_own_steps(
             stage.statistics.end(alone.group("dp"))
             after |= {name: b for name, b in stage.statistics.buffers.items() if stage.links.keeps(name)}
         gradients = {name: get_gradient(p) for name, p in trained.items()}
-        yield total / (counted or 1.0), _copy_to_host(gradients), _copy_to_host(after)
+        yield total / (counted or 1.0), sum(norms) / len(norms), _copy_to_host(gradients), _copy_to_host(after)
 
 
 def _copy_to_host(tensors: Tensors) -> Tensors:

@@ -45,8 +45,8 @@ LIMIT_SECONDS = 600.0
 ROUNDING = 1e-6  # of the largest gradient: a bias before a batch norm has gradients of rounding alone
 
 Tensors = dict[str, Tensor]
-RankStep = tuple[float, dict[str, list[Piece]], dict[str, list[Piece]], frozenset[str]]
-"""One step on one rank: loss, gradients, state, and uneven parameters."""
+RankStep = tuple[float, float, dict[str, list[Piece]], dict[str, list[Piece]], frozenset[str]]
+"""One step on one rank: loss, gradient norm, gradients, state, and uneven parameters."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class OwnStep:
     """One step on all ranks: its loss, unsharded gradients of the update, and what a checkpoint would store of it."""
 
     loss: float
+    norm: float  # of the gradients before they are clipped
     gradients: Tensors
     after: Tensors
     uneven: frozenset[str]  # parameters that all tensor-parallel ranks hold, and of which they have other gradients
@@ -87,6 +88,7 @@ def verify_own_model(console: Console, config: RunConfig, steps: int, device: st
 def describe_scale(config: RunConfig) -> str:
     """Return why the loss is no sum over its batch: a batch with each sample twice does not count twice. Else nothing.
 
+    Or why it depends on the passes before: the same batch has another loss.
     All layouts with the same `micro_batch` compute the same mean of a micro-batch, so that their comparison does not
     find it.
     """
@@ -96,14 +98,17 @@ def describe_scale(config: RunConfig) -> str:
     if samples.draws:
         return ""
     try:
-        for indices in ([*range(n)], [*range(n)] * 2):
+        for indices in ([*range(n)], [*range(n)], [*range(n)] * 2):
             with torch.no_grad(), drawing(seed):
                 batch = widen(samples.batch(indices), POLICIES["fp64"])
                 loss, terms, _ = own.compute(module, batch.values)
             found.append((float(loss), float(terms)))
     except Exception:  # its batches have one size, or it cannot compute without gradients
         return ""
-    once, twice = found
+    once, again, twice = found
+    if not all(map(math.isclose, once, again)):
+        return ("a batch has another loss in a second pass: its model or loss() counts or keeps something in no "
+                "buffer, so what is trained depends on which rank computes what")
     if not all(once):
         return ""
     times = [b / a for a, b in zip(once, twice, strict=True)]
@@ -148,8 +153,14 @@ def compare_own_model(pool: Pool, config: RunConfig, steps: int, device: str = "
             if config.parallel.tp > 1:
                 text += ". A sum over the ranks of tp may be missing in tensor_parallel: rowwise or moe_tp_experts"
             verdict.findings.append(Mismatch(step, rule, "loss", "", math.inf, (), text))
-        wanted_gradients = other.gradients if stale else compute_gradients(config, step, before, reference)
-        _compare(verdict, rule, step, "gradient", mine.gradients, wanted_gradients, mine.uneven)
+        gradients, norm = (other.gradients, other.norm) if stale else compute_gradients(config, step, before, reference)
+        _compare(verdict, rule, step, "gradient", mine.gradients, gradients, mine.uneven)
+        if not math.isclose(mine.norm, norm, rel_tol=TOLERANCES["fp64"].gradient, abs_tol=1e-12):
+            text = f"step {step}, gradient norm before clipping: {mine.norm:.12g}, of plain PyTorch {norm:.12g}"
+            if not any(each.step == step and each.phase == "gradient" for each in verdict.findings):
+                text += ". All gradients have the same wrong factor, which clipping hides"
+            off = abs(mine.norm / norm - 1) if norm else math.inf
+            verdict.findings.append(Mismatch(step, rule, "gradient norm", "", off, (), text))
         _compare(verdict, rule, step, "weight", mine.after, other.after)
         before = mine.after
     return verdict
@@ -163,9 +174,9 @@ def run_steps(config: RunConfig, steps: int) -> list[RankStep]:
     engine = OwnEngine(config, check(config), mesh, open_samples(config, "train"))
     results = []
     for step in range(steps):
-        loss = engine.step(step).loss
+        done = engine.step(step)
         gradients = _owned(engine.parameters.reduced_gradients())
-        results.append((loss, gradients, _owned(engine.weights()), _find_uneven(engine)))
+        results.append((done.loss, done.gradient_norm, gradients, _owned(engine.weights()), _find_uneven(engine)))
     return results
 
 
@@ -205,13 +216,17 @@ def _assemble(ranks: list[list[RankStep]]) -> list[OwnStep]:
 
     steps = zip(*ranks, strict=True)
     return [
-        OwnStep(step[0][0], join(rank[1] for rank in step), join(rank[2] for rank in step), step[0][3])
+        OwnStep(step[0][0], step[0][1], join(rank[2] for rank in step), join(rank[3] for rank in step), step[0][4])
         for step in steps
     ]
 
 
-def compute_gradients(config: RunConfig, step: int, values: Tensors, device: torch.device) -> Tensors:
-    """Compute a step's clipped gradients with plain autograd, one micro-batch after the other; they are on the host."""
+def compute_gradients(config: RunConfig, step: int, values: Tensors, device: torch.device) -> tuple[Tensors, float]:
+    """Compute a step's gradients with plain autograd, one micro-batch after the other.
+
+    Returns:
+        The clipped gradients, on the host, and the norm before clipping.
+    """
     own, seed, n = load_own_model(config.model.module), config.train.seed, config.parallel.micro_batch
     samples, terms = OwnDataset(own, "train", seed), 0.0
     module = own.build(seed).to(device).double().train()
@@ -232,7 +247,8 @@ def compute_gradients(config: RunConfig, step: int, values: Tensors, device: tor
     }
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
     clip = config.optimizer.clip_norm
-    return {name: gradient * (clip / norm if clip and norm > clip else 1) for name, gradient in gradients.items()}
+    factor = clip / norm if clip and norm > clip else 1
+    return {name: gradient * factor for name, gradient in gradients.items()}, norm
 
 
 def _compare(

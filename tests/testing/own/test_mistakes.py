@@ -41,6 +41,32 @@ def linear() -> nn.Module:
     return nn.Linear(4, 4)
 
 
+class Counting(nn.Linear):
+    """Grows with each pass."""
+
+    passes = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(rows) * self.passes
+
+
+class ScaleGradient(torch.autograd.Function):
+    """A collective of one's own whose backward sums what is equal on all ranks."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * (torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
+
+
+def scaled(model: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
+    return ScaleGradient.apply(100 * model(rows).square().sum()), len(rows)
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
@@ -58,6 +84,7 @@ def config_of(own: OwnModel, folder: Path, **layout: int) -> RunConfig:
     (linear, averaged, "1 times the loss and 2 times the terms: loss() returns no sums"),
     (linear, averaged_once, "1 times the loss and 1 times the terms"),
     (linear, penalised, "depends on micro_batch"),
+    (lambda: Counting(4, 4), summed, "another loss in a second pass"),
 ])  # fmt: skip
 def test_a_loss_that_is_no_sum_is_noted(model: object, loss: object, note: str, tmp_path: Path) -> None:
     """The same on all layouts of one micro-batch, so that no comparison of layouts finds it."""
@@ -69,6 +96,13 @@ def test_verify_prints_the_note(tmp_path: Path, capsys: pytest.CaptureFixture[st
     found = verify(config_of(OwnModel(linear, averaged, ROWS), tmp_path, dp=2), steps=1, show=True)
     said = " ".join(capsys.readouterr().out.split())
     assert found.same and "note with each sample twice, a batch has 1 times the loss" in said
+
+
+def test_a_factor_of_all_gradients_is_found_before_they_are_clipped(tmp_path: Path) -> None:
+    """The loss is right, and gradients clipped to the same norm are equal."""
+    found = verify(config_of(OwnModel(linear, scaled, ROWS), tmp_path, dp=2), steps=1)
+    assert [each.phase for each in found.findings] == ["gradient norm"]
+    assert found.findings[0].error == pytest.approx(1.0) and "which clipping hides" in found.findings[0].text
 
 
 def test_an_error_names_the_file_of_code_that_was_sent_to_the_ranks(tmp_path: Path) -> None:
