@@ -8,6 +8,7 @@ import pytest
 from shoal import Layout, UsageError, cluster, estimate, train_fully
 from shoal.cli.main import main
 from shoal.planning.estimate import StepEstimate
+from shoal.report.planning.estimate_lines import training_facts
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 PUBLISHED = {  # layout, model, cluster, sequences, tokens of a sequence, software, tokens, published device-hours
@@ -123,3 +124,12 @@ def test_what_is_not_positive_is_refused(wrong):
     (name, value), = wrong.items()
     with pytest.raises(UsageError, match=f"train_fully: {name} = {value}.\n  Give float > 0"):
         train_fully(run, **{"step_seconds": 1.0} | wrong)
+
+
+@pytest.mark.parametrize(("price", "cost"), [
+    (None, "the catalog has no price of mi300x: give --price"), (2.0, "at $2 a device-hour"),
+])  # fmt: skip
+def test_a_device_without_a_price_is_named(price: float | None, cost: str) -> None:
+    found = estimate(Layout(zero=1), model="llama-2-7b", cluster="8xMI300X")
+    training = train_fully(found.run, found.step_seconds, tokens=1e12, price=price)
+    assert cost in dict(training_facts(found.run, training))["cost"]

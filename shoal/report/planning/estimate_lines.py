@@ -87,6 +87,8 @@ def training_facts(run: EstimatedRun, training: FullTraining) -> Iterator[tuple[
         cost = f"${training.dollars:,.{0 if training.dollars >= 10 else 2}f}"
         cost = cost if training.dollars >= 0.01 else "less than a cent"
         yield "cost", f"{cost} at ${training.price:g} a device-hour{source}"
+    elif training.price is None:
+        yield "cost", f"the catalog has no price of {run.cluster.accelerator.name}: give --price"
     if training.kilowatt_hours and training.kilowatts:
         energy, power = 1e3 * training.kilowatt_hours, 1e3 * training.kilowatts
         yield ("energy and power",
