@@ -184,6 +184,8 @@ def test_shoal_is_the_default() -> None:
           "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"}, set()),
         ("megatron-2021", 32, {"pp": 4, "tp": 2, "recompute": "full"}, {"--recompute-granularity full"},
          {"--context-parallel-size", "virtual"}),
+        ("megatron-core", 61, {"pp": 16, "zero": 1},
+         {"--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2"}, {"--account"}),
         ("zero-bubble", 30, {"pp": 8, "schedule": "zb-h2"},
          {"--allow-padding-num-layers", "--enable-zero-bubble --zero-bubble-max-pending-backward 16"}, {"--account"}),
     ],
@@ -251,6 +253,8 @@ def test_other_software_gets_its_own_config() -> None:
     ("torchtitan", Layout(dp=16, zero=1), "torchtitan has no ZeRO-1:"),
     ("composer", Layout(dp=4, tp=2, pp=2, zero=3), "composer has no tp and no pp:"),
     ("megatron-core", Layout(dp=4, pp=4, schedule="zb-h1"), "megatron-core has no zb-h1:"),
+    ("megatron-core", Layout(dp=4, pp=4, virtual_stages=3, schedule="interleaved-1f1b"),
+     "megatron-core has no split of 32 layers into 12 stages:"),
 ])  # fmt: skip
 def test_a_layout_that_the_software_lacks_has_no_config(software: str, layout: Layout, says: str) -> None:
     run = describe_run(layout, model="llama-3-8b", cluster="2x8xA100", global_batch=64, software=software)

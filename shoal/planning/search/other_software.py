@@ -89,7 +89,8 @@ def _layouts(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator
     for work in works(run, degrees, space):
         microbatches = run.global_batch // (degrees["dp"] * work["micro_batch"])
         for pipe in pipelines(degrees["pp"], microbatches, run.shape.layers, space):
-            if not run.software.splits(run.shape.layers, degrees["pp"] * (pipe["virtual_stages"] or 1)):
+            each = pipe["virtual_stages"] or 1
+            if not run.software.splits(run.shape.layers, degrees["pp"] * each, each=each):
                 continue
             for shard in shards:
                 yield build_layout(space, degrees, work, pipe, shard)

@@ -12,6 +12,7 @@ import tomli_w
 
 from shoal.pipeline.from_layout import virtual_stages
 from shoal.planning.run import EstimatedRun
+from shoal.spec.catalog.software import shorten_ends
 from shoal.spec.layout import Layout
 from shoal.spec.schedules import PAIRED
 
@@ -88,6 +89,9 @@ def _lacking(run: EstimatedRun) -> Iterator[str]:
         yield f"ZeRO-{layout.zero}"
     if layout.pp > 1 and layout.schedule not in software.schedules:
         yield layout.schedule
+    layers, stages = run.shape.layers, layout.pp * (each := virtual_stages(layout))
+    if layout.pp > 1 and not software.splits(layers, stages, each=each):
+        yield f"split of {layers} layers into {stages} stages"
 
 
 def megatron_arguments(run: EstimatedRun) -> Iterator[str]:
@@ -134,6 +138,9 @@ def _pipeline_arguments(run: EstimatedRun) -> Iterator[str]:
         yield f"--enable-zero-bubble --zero-bubble-max-pending-backward {pending}"
     if ends and run.software.name == "zero-bubble":
         yield "--allow-padding-num-layers"
+    elif ends and (run.shape.layers + 2) % (layout.pp * virtual_stages(layout)):
+        first, last = shorten_ends(run.shape.layers, layout.pp)
+        yield f"--decoder-first-pipeline-num-layers {first} --decoder-last-pipeline-num-layers {last}"
     elif ends:
         yield "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 

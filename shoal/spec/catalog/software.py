@@ -43,6 +43,9 @@ class Software(Section):
     # Megatron-Core, `pipeline_parallel_first_stage_less_layers` of torchtitan, `allow_padding_num_layers` of Zero
     # Bubble, a partition by ``type:transformer|embedding`` of DeepSpeed
     counts_ends: bool = False
+    # Whether the first and the last of several ranks with one stage each may have fewer layers than the others:
+    # `decoder_first_pipeline_num_layers` and `decoder_last_pipeline_num_layers` of Megatron-Core
+    shortens_ends: bool = False
     # Whether a layer that meets a balanced stage's share exactly belongs to that stage, not to the next
     ties_first: bool = False
     fused_norm: bool = True  # Whether a norm is one kernel
@@ -131,11 +134,27 @@ class Software(Section):
         """
         return all(ranks == 1 or axis in self.axes for axis, ranks in degrees.items())
 
-    def splits(self, layers: int, stages: int) -> bool:
-        """Return whether it splits the layers of a model into this number of stages."""
+    def splits(self, layers: int, stages: int, *, each: int = 1) -> bool:
+        """Return whether it splits the layers of a model into this number of stages, of which a rank has ``each``.
+
+        >>> find_software("megatron-core").splits(61, 16), find_software("megatron-2021").splits(61, 16)
+        (True, False)
+        """
         if self.balanced or self.paired:  # DeepSeek-V3 has 61 layers on 16 ranks
             return stages <= layers
-        return layers % stages == 0 or (self.counts_ends and (layers + 2) % stages == 0)
+        if layers % stages == 0 or (self.counts_ends and (layers + 2) % stages == 0):
+            return True
+        return self.shortens_ends and each == 1 and min(shorten_ends(layers, stages)) > 0
+
+
+def shorten_ends(layers: int, stages: int) -> tuple[int, int]:
+    """Return the layers of the first and of the last stage, if all others have as many as the fullest stage must have.
+
+    >>> shorten_ends(61, 16), shorten_ends(61, 32)
+    ((3, 2), (1, 0))
+    """
+    left = layers - -(-layers // stages) * (stages - 2)
+    return left - left // 2, left // 2
 
 
 def software_table() -> Mapping[str, Software]:
