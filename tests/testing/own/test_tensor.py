@@ -44,6 +44,7 @@ def test_parts_of_a_packed_parameter_cover_it_once(data):
 
 @pytest.mark.parametrize(("table", "says"), [
     ({"upp": "colwise"}, "'upp', which no layer or parameter of its model fits"),
+    ({"": "colwise"}, "'', which no layer or parameter of its model fits"),  # the model is no layer of itself
     ({"up": "columns"}, "has 'columns' for 'up'.\n  Styles are colwise"),
     ({"norm": "colwise"}, "splits 'norm', a LayerNorm"),
     ({"up": "packed_colwise"}, "'packed_colwise' for 'up', which is a module.\n  Name its parameters: up.weight"),

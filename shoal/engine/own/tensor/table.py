@@ -83,7 +83,7 @@ def choose_table(module: nn.Module, given: Table | object | None, kind: str = "t
     if not table:
         raise UsageError(f"parallel.{short} with model.module, which has no plan of its own.\n  Give {kind}, a "
                          f"table of its layers such as {example}.")
-    names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
+    names = [name for each in (module.named_modules(), module.named_parameters()) for name, _ in each if name]
     rules: dict[str, str] = {}
     for pattern, style in table.items():
         found = [name for name in names if matches(pattern, name)]
