@@ -222,8 +222,8 @@ def pipeline(workload: Workload, rank: int, ranks: int, *, schedule: str) -> Ste
         part = build_model(workload)
         keep_stage(part, place, balance_layers(part.shape, count))
         stages.append(pipelining.PipelineStage(StageModule(part), place, count, torch.device("cpu")))
-        # torch 2.11 connects all stages first, also two of one rank, which gloo cannot do and other releases do not.
-        stages[-1]._get_init_p2p_neighbors_ops = list
+        # torch 2.11 connects all stages first, also two of one rank, which gloo cannot do and later releases leave out.
+        setattr(stages[-1], "_get_init_p2p_neighbors_ops", list)  # noqa: B010
     cross_entropy = CrossEntropy()
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
