@@ -22,6 +22,7 @@ from shoal.launch import prefork, worker_pool
 from shoal.launch.worker_pool import Pool
 from tests.browser import browser, page, saved, window  # noqa: F401 -- fixtures
 from tests.fake_cuda.fixture import on_fake_cuda  # noqa: F401 -- a fixture
+from tests.groups import find_group
 from tests.trainings.fixtures import base_config, base_run, corpus  # noqa: F401 -- fixtures
 from tests.trainings.forked import server
 from tests.trainings.supervised import rank_server, supervised, undisturbed  # noqa: F401 -- fixtures
@@ -77,6 +78,20 @@ def pytest_collection() -> Generator[None, object, object]:
             # is a new interpreter would import for five seconds, in each test that trains.
             prefork.is_safe_to_fork = lambda: not autograd_has_threads()
             server()  # now, before tests change anything that it would inherit
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """As ``--dist loadfile`` does it, with the files of a group in one process."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return find_group(nodeid)
+
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session")

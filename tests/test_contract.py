@@ -8,6 +8,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from tests.groups import GROUPS, ROOT
+
 SHOAL = Path(__file__).parents[1] / "shoal"
 FILES = sorted(SHOAL.rglob("*.py"))
 CLASS = re.compile(r"^\s*class (\w+)(?=[(:])", re.MULTILINE)  # no tree of each file, which would take seconds
@@ -55,3 +57,7 @@ def test_no_two_files_import_each_other_even_in_a_round() -> None:
                 free.append(imported)
     in_circles = {module for module, imports in left.items() if imports & left.keys()}
     assert not in_circles
+
+
+def test_groups_of_tests_name_files_that_exist() -> None:
+    assert not [file for files in GROUPS.values() for file in files if not (ROOT / file).exists()]
