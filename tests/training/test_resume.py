@@ -112,7 +112,7 @@ def test_a_stop_waits_for_the_save_in_flight(corpus, pool, tmp_path):
 
 LAYOUTS = {
     "dp 2, ZeRO-3": {"dp": 2, "zero": 3, "micro_batch": 2},
-    "tp 2 + sequence parallel": {"tp": 2, "sequence_parallel": True, "micro_batch": 1},
+    "tp 2 + sequence parallel": {"tp": 2, "sequence_parallel": True, "micro_batch": 4},
     "cp 4, ring and exchange": {"cp": 4, "ulysses": 2, "zero": 1, "micro_batch": 4},
     "pp 2": {"pp": 2, "micro_batch": 2},
     "one device": {"micro_batch": 4},
@@ -126,7 +126,8 @@ def uninterrupted(corpus, pool, tmp_path_factory):
     runs = {}
     for precision in BOUNDS:
         train = {"precision": precision, "steps": 8, "validate_every": 0}
-        config = small_config(corpus, FOUR_RANKS, train=train, model={"layers": 4}, checkpoint={"every": 2})
+        layout = FOUR_RANKS | {"micro_batch": 4}
+        config = small_config(corpus, layout, train=train, model={"layers": 4}, checkpoint={"every": 2})
         runs[precision] = config, train_in(pool, config, tmp_path_factory.mktemp(precision) / "run")
     return runs
 

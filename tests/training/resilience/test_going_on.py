@@ -33,7 +33,7 @@ def whole(corpus, pool, tmp_path_factory):
     """14 steps of an undisturbed run on 4 ranks of 2 imagined nodes; the state is in memory every 3."""
     memory = tmp_path_factory.mktemp("memory")
     config = small_config(
-        corpus, FOUR_RANKS, train={"steps": STEPS, "validate_every": 0}, checkpoint={"every": 8},
+        corpus, FOUR_RANKS | {"micro_batch": 4}, train={"steps": STEPS, "validate_every": 0}, checkpoint={"every": 8},
         failover={"memory_every": EVERY, "memory_folder": str(memory), "node_ranks": 2},
     )
     folder = train_in(pool, config, tmp_path_factory.mktemp("whole") / "run")
