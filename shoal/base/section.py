@@ -137,12 +137,12 @@ def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str
             return f"there is no key '{dotted}'; ", f"it is an option of the command line: {usual[0]}"
         if elsewhere:
             near = f"did you mean '{' or '.join(elsewhere)}'?"
-            return f"there is no key '{dotted}'; ", near + _explain_keys(section, error)
+            return f"there is no key '{dotted}'; ", near + _explain_keys(section, error, near)
         for key in keys[:-1]:
             section = section.model_fields[key].annotation if hasattr(section, "model_fields") else get_args(section)[1]
         known = next((name for name in list_usual(keys[-1]) if name in section.model_fields), keys[-1])
         near = did_you_mean(known, section.model_fields)
-        return f"there is no key '{dotted}'; ", near + (_explain_keys(section, error) if len(keys) == 1 else "")
+        return f"there is no key '{dotted}'; ", near + (_explain_keys(section, error, near) if len(keys) == 1 else "")
     what = "input should be a table" if error["type"] == "model_type" else error["msg"].removeprefix("Value error, ")
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         near = did_you_mean(error["input"], re.findall(r"'([^']*)'", error["ctx"]["expected"]))
@@ -158,12 +158,16 @@ def _find_fields(section: Any, names: Iterable[str]) -> list[str]:
             for field in getattr(info.annotation, "model_fields", {}) if known in (field, f"{name}.{field}")]
 
 
-def _explain_keys(section: Any, error: Any) -> str:
-    """Return what the keys of an unknown table, such as one of another trainer, are called."""
+def _explain_keys(section: Any, error: Any, near: str) -> str:
+    """Return what the keys of an unknown table, such as one of another trainer, are called.
+
+    Args:
+        near: the table that is proposed in its place. Keys that this one has need no explanation.
+    """
     values = error["input"] if isinstance(error["input"], dict) else {}
     found = {key: _find_fields(section, list_usual(key)) for key in values if isinstance(key, str)}
-    known = [f"{_printable(key)} is {' or '.join(fields)}{OTHER_VALUES.get(key, '')}"
-             for key, fields in found.items() if fields]
+    known = [f"{_printable(key)} is {' or '.join(fields)}{OTHER_VALUES.get(key, '')}" for key, fields in found.items()
+             if fields and not any(near == f"did you mean '{field.removesuffix(f'.{key}')}'?" for field in fields)]
     return f" Of its keys: {'; '.join(known)}." if known else ""
 
 

@@ -370,11 +370,14 @@ def mends(layout: Layout, sizes: dict, message: str):
         yield layout, sizes | {"ranks": int(re.findall(r"[Uu]se (\d+) ranks", mend)[0])}
     for what, key in (("global_batch", "global_batch"), ("lengths", "sequence_length")):
         if mend.strip().startswith(f"Nearest {what}"):
-            sizes_of_batch, _, of_micro_batch = mend.partition(" Or micro_batch")
+            rest, _, of_dp = mend.partition(" Or dp")
+            sizes_of_batch, _, of_micro_batch = rest.partition(" Or micro_batch")
             for value in re.findall(r"\d+", sizes_of_batch):
                 yield layout, sizes | {key: int(value)}
             for value in re.findall(r"\d+", of_micro_batch):
                 yield layout.model_copy(update={"micro_batch": int(value)}), sizes
+            for value in re.findall(r"\d+", of_dp):
+                yield layout.model_copy(update={"dp": int(value)}), sizes | {"ranks": None}
     if "Nearest tp" in mend:
         for value in re.findall(r"\d+", mend):
             # A proposal may be tp 1, at which sequence parallelism has its own say.
