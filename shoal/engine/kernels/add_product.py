@@ -1,7 +1,7 @@
-"""Weight gradients that are added to their buffers: products of two matrices.
+"""Product of two matrices in 16 bits, accumulated in float32: a weight gradient goes into its buffer in one pass.
 
-cuBLAS accumulates products in 16 bits in float32 anyway and can add them to a float32 matrix. This saves the rounding,
-the product's own memory, and the pass that would add it.
+cuBLAS accumulates such products in float32 anyway and can add them to a float32 matrix. This saves the rounding, the
+product's own memory, and the pass that would add it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shoal.engine import kernels
 from shoal.engine.kernels.example import Example
 from shoal.engine.operators import custom_op
 
@@ -20,7 +19,7 @@ from shoal.engine.operators import custom_op
 def add_product(total: Tensor, d_y: Tensor, x: Tensor, fresh: bool) -> None:
     """Add dY^T X to ``total`` in place, or overwrite it if ``fresh``: [n, out], [n, in] -> [out, in] float32."""
     product = d_y.to(total.dtype).t() @ x.to(total.dtype)
-    add_gradient(product, total, fresh)
+    (total.copy_ if fresh else total.add_)(product)
 
 
 @add_product.register_kernel("cuda")
@@ -29,22 +28,6 @@ def _(total: Tensor, d_y: Tensor, x: Tensor, fresh: bool) -> None:
         torch.mm(d_y.t(), x, out_dtype=total.dtype, out=total)
     else:
         torch.addmm(total, d_y.t(), x, out_dtype=total.dtype, out=total)
-
-
-def accumulate_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) -> None:
-    """Accumulate the weight gradient of a product: dY^T X of [.., out] and [.., in]."""
-    d_y, x = gradient.flatten(0, -2), x.flatten(0, -2)
-    if total.dtype == x.dtype:
-        torch.mm(d_y.t(), x, out=total) if fresh else torch.addmm(total, d_y.t(), x, out=total)
-    elif kernels.use_fused(total):  # bf16 products are accumulated in float32
-        add_product(total, d_y, x, fresh)
-    else:
-        add_gradient(d_y.t() @ x, total, fresh)
-
-
-def add_gradient(gradient: Tensor, total: Tensor, fresh: bool) -> None:
-    """Add a gradient to ``total`` in place, or overwrite it if ``fresh``."""
-    (total.copy_ if fresh else total.add_)(gradient)
 
 
 def _two_terms(total: Tensor, d_y: Tensor, x: Tensor) -> Tensor:

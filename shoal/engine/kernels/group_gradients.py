@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.library import custom_op
 
 from shoal.engine.kernels import launch
-from shoal.engine.kernels.add_product import add_gradient
 from shoal.engine.kernels.example import Example
 
 
@@ -23,7 +22,7 @@ def add_group_gradients(total: Tensor, products: Tensor, ends: Tensor, fresh: bo
     """
     empty = ends.diff(prepend=ends.new_zeros(1)) == 0
     products = products.masked_fill(empty.view(-1, 1, 1), 0)
-    add_gradient(products, total, fresh)
+    (total.copy_ if fresh else total.add_)(products)
 
 
 add_group_gradients.register_kernel("cuda", launch("group_gradients", "add_group_gradients"))

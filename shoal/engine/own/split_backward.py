@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from shoal.engine.kernels.add_product import accumulate_product, add_gradient
+from shoal.engine.parallel.weight_grad import accumulate_product, add_gradient
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 

@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from shoal.engine.kernels.add_product import accumulate_product, add_gradient
+from shoal.engine import kernels
+from shoal.engine.kernels.add_product import add_product
 from shoal.engine.parallel.zero.bucket import join_adjacent
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
@@ -353,6 +354,17 @@ def group_following(layers: Sequence[Any]) -> list[list[Any]]:
 # Gradient terms: functions of (accumulator, whether to overwrite it) that update it in place.
 
 
+def accumulate_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) -> None:
+    """Accumulate the weight gradient of a product: dY^T X of [.., out] and [.., in]."""
+    d_y, x = gradient.flatten(0, -2), x.flatten(0, -2)
+    if total.dtype == x.dtype:
+        torch.mm(d_y.t(), x, out=total) if fresh else torch.addmm(total, d_y.t(), x, out=total)
+    elif kernels.use_fused(total):  # bf16 products are accumulated in float32
+        add_product(total, d_y, x, fresh)
+    else:
+        add_gradient(d_y.t() @ x, total, fresh)
+
+
 def _accumulate_gathered(gradient: Tensor, x: ProductInput, total: Tensor, fresh: bool) -> None:
     accumulate_product(gradient, x.take(), total, fresh)
 
@@ -366,3 +378,8 @@ def _add_looked_up(gradient: Tensor, ids: Tensor, total: Tensor, fresh: bool) ->
         add_gradient(torch.ops.aten.embedding_dense_backward(gradient, ids, len(total), -1, False), total, fresh)
         return
     (total.zero_() if fresh else total).index_add_(0, ids.flatten(), gradient.flatten(0, -2))
+
+
+def add_gradient(gradient: Tensor, total: Tensor, fresh: bool) -> None:
+    """Accumulate a gradient computed by autograd."""
+    (total.copy_ if fresh else total.add_)(gradient)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from shoal.engine import kernels
 from shoal.engine.collectives.ops import to_host
-from shoal.engine.kernels.add_product import accumulate_product, add_gradient
 from shoal.engine.kernels.group_gradients import add_group_gradients
 from shoal.engine.kernels.swiglu import swiglu_pair
 from shoal.engine.models.feedforward import ClampedSwiGLU
@@ -165,7 +164,7 @@ def bias_sum(d_y: Tensor, groups: Groups, total: Tensor, fresh: bool) -> None:
     ones = d_y.new_ones(len(d_y), _ALIGN // 2)
     sums = d_y.new_empty(*total.shape, _ALIGN // 2)
     weight_product(d_y, ones, groups, sums, True)
-    add_gradient(sums[..., 0], total, fresh)
+    (total.copy_ if fresh else total.add_)(sums[..., 0])
 
 
 def rows_product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
@@ -193,10 +192,15 @@ def weight_product(d_y: Tensor, x: Tensor, groups: Groups, total: Tensor, fresh:
         return
     with by_mkl():
         for run, part in zip(runs(groups), total.unbind(), strict=True):
-            if run.start < run.stop:
-                accumulate_product(d_y[run], x[run], part, fresh)
+            if run.start == run.stop:
+                if fresh:
+                    part.zero_()
+            elif total.dtype != x.dtype:  # bf16 products are accumulated in float32
+                (part.copy_ if fresh else part.add_)(d_y[run].t() @ x[run])
             elif fresh:
-                part.zero_()
+                torch.mm(d_y[run].t(), x[run], out=part)
+            else:
+                part.addmm_(d_y[run].t(), x[run])
 
 
 def runs(counts: Sequence[int]) -> list[slice]:

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_gather_flat
-from shoal.engine.kernels.add_product import add_gradient
 from shoal.engine.parallel.float8 import operators
 from shoal.engine.parallel.float8.encoding import DIMS, Encoded, Encoder
-from shoal.engine.parallel.weight_grad import GradSink, ProductInput, make_key
+from shoal.engine.parallel.weight_grad import GradSink, ProductInput, add_gradient, make_key
 from shoal.engine.parallel.zero.bucket import Bucket, join_adjacent
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.precision.float8 import ROW, Codes, Grain
