@@ -336,17 +336,22 @@ def _read_parts(shape: ModelShape) -> dict[str, Any]:
     for name in ("mtp_depth", "mtp_weight", "window", "pattern", "latent", "experts"):
         del parts[name]
     sparse = experts.layers(shape.layers) if experts else []
+    windows = [shape.reach(layer) for layer in range(shape.layers)]
     theta = shape.rope_theta if shape.family == "llama" else None
+    local_theta = shape.local_rope_theta or (None if shape.rope_scaling else theta)
     parts |= {
         "query_scalar": shape.query_scalar or shape.head_dim, "ffn": shape.ffn if len(sparse) < shape.layers else None,
-        "rope_theta": theta, "local_rope_theta": shape.local_rope_theta or (None if shape.rope_scaling else theta),
-        "windows": [shape.reach(layer) for layer in range(shape.layers)], "experts.layers": sparse,
-        "value_dim": shape.value_dim,
+        "rope_theta": theta, "local_rope_theta": local_theta if any(windows) else None, "windows": windows,
+        "experts.layers": sparse, "value_dim": shape.value_dim,
+        "temperature_floor": shape.temperature_floor if shape.temperature else None,
     }  # fmt: skip
+    parts["experts.bias_update"] = 0.0
     for name in Experts.model_fields.keys() - {"first", "every", "balance_loss", "z_loss", "bias_update"}:
         parts[f"experts.{name}"] = getattr(experts, name) if experts else None
     for name in ("query_rank", "key_value_rank", "rotary_dim"):
         parts[f"latent.{name}"] = getattr(latent, name) if latent else None
-    # DeepSeek-V3's selection bias is stored, and may be 0.
-    parts["experts.bias_update"] = experts is not None and experts.bias_update > 0 and experts.score == "softmax"
+    if experts:
+        parts["experts.groups_per_token"] = min(experts.groups_per_token, experts.groups)
+        if latent is None or experts.score == "softmax":  # DeepSeek-V3's selection bias is stored, and may be 0
+            parts["experts.bias_update"] = experts.bias_update
     return parts

@@ -80,7 +80,7 @@ def test_sequences_longer_than_the_model_are_asked_for(tmp_path):
 @pytest.mark.parametrize(("parts", "message"), [
     ({"depths": {"capacity": 0.5}}, r"the nearest, llama, has others of depths = \{.*\} \(None\)\."),
     ({"experts": {"count": 4, "per_token": 2, "shared": 1}}, r"mixtral, has others of experts\.shared = 1 \(0\)\."),
-    ({"experts": {"count": 4, "bias_update": 0.01}}, r"experts\.bias_update = True \(False\)\."),
+    ({"experts": {"count": 4, "bias_update": 0.01}}, r"experts\.bias_update = 0\.01 \(0\.0\)\."),
     ({"qkv_bias": True, "sinks": True}, r"qwen2, has others of sinks = True \(False\)\."),
     ({"qkv_bias": True, "head_dim": 48}, r"llama, has others of qkv_bias = True \(False\)\."),
     ({"local_rope_theta": 77.0, "window": 8, "pattern": ("local", "global")},
@@ -95,6 +95,23 @@ def test_a_model_of_no_family_names_what_the_nearest_has_not(parts, message):
 def test_a_part_with_its_usual_value_makes_no_other_model():
     shape = ModelConfig(name="llama-3.2-1b", query_scalar=64).shape(vocab=128256, sequence_length=1)
     assert hf_config(shape, "float32", "here") == hf_config(model_shape("llama-3.2-1b"), "float32", "here")
+
+
+@pytest.mark.parametrize(("name", "parts"), [
+    ("llama-3-8b", {"temperature_floor": 10}), ("gemma-3-1b", {"pattern": ("global",)}),
+    ("deepseek-v2", {"experts": {"groups": 1, "groups_per_token": 3, "count": 160, "per_token": 6, "ffn": 64}}),
+])  # fmt: skip
+def test_a_part_that_nothing_reads_makes_no_other_model(name, parts):
+    family = hf_config(model_shape(name), "float32", "here")["model_type"]
+    shape = ModelConfig(name=name, layers=4, **parts).shape(vocab=1000, sequence_length=64)
+    assert hf_config(shape, "float32", "here")["model_type"] == family
+
+
+def test_a_selection_bias_that_the_family_does_not_store_is_refused():
+    experts = model_shape("llama-4-scout").experts.model_copy(update={"bias_update": 0.05})
+    shape = model_shape("llama-4-scout").model_copy(update={"experts": experts})
+    with pytest.raises(shoal.UsageError, match=r"nearest, llama4_text, has others of experts\.bias_update = 0\.05 \(0"):
+        hf_config(shape, "float32", "here")
 
 
 def test_no_folder_is_told_from_a_folder_without_a_model(tmp_path):
