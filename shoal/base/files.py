@@ -230,7 +230,6 @@ def name_similar(path: Path) -> str:
         return f"\n  There is no folder {folder}."
     with suppress(OSError):
         names = [name for name in islice(os.listdir(folder), 10_000) if Path(name).suffix == path.suffix]
-        names = [name for name in names if name != path.name]  # a link to a file that does not exist
         for near in difflib.get_close_matches(path.name, names, cutoff=0.7):
             if (folder / near).is_file():
                 return f"; did you mean '{folder / near}'?"

@@ -101,6 +101,9 @@ def read(
             print(fill(usage, width, subsequent_indent="  "), *_join_rows(rows, width), sep="\n")
             raise
         for option in args:
+            if (name := _find_positional(sections, option)) is not None:
+                raise UsageError(f"{prog}: {name} is given without --{name}.\n  Write {prog} {name.upper()}.\n"
+                                 f"  For full helptext, run {prog} --help") from None
             if (name := option.removeprefix("--")) != option and name and name in sections:  # tyro would list them all
                 first = next(iter(sections[name].model_fields)).replace("_", "-")
                 raise UsageError(f"{prog}: {option} is a section of options.\n  Give one of them, such as "
@@ -109,6 +112,13 @@ def read(
     for (name, field), value in of_files.items():
         found[name][field] = found[name][field] or value
     return found
+
+
+def _find_positional(sections: Mapping[str, type[BaseModel]], word: str) -> str | None:
+    """Return the name of the positional argument that a word has as an option, if any."""
+    name = word.partition("=")[0].removeprefix("--")
+    field = sections[""].model_fields.get(name.replace("-", "_")) if "" in sections and word != name else None
+    return name if field and POSITIONAL in field.metadata else None
 
 
 def _tables(section: type[BaseModel]) -> list[str]:

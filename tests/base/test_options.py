@@ -129,3 +129,9 @@ def test_help_says_what_stands_below_a_field() -> None:
 def test_a_flag_with_a_third_value_is_spelled_as_one_too(words: list[str], value: bool | None) -> None:
     given = read("shoal eval", "", {"": EvalOptions}, {}, ["RUN", *words, "--limit", "2"])[""]
     assert (given["chat"], given["limit"]) == (value, 2)
+
+
+@pytest.mark.parametrize("words", [["--folder", "RUN"], ["--folder=RUN"]])
+def test_a_positional_argument_is_given_without_its_name(words: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"eval: folder is given without --folder\.\n  Write shoal eval FOLDER\."):
+        parse("shoal eval", EvalOptions, words)

@@ -12,6 +12,7 @@ import shoal
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.own.definition import load_own_model
+from shoal.engine.own.flops import count_flops
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.planning.auto.own_loss import with_plan
 from shoal.planning.cost.time.communication import ring_group
@@ -58,6 +59,16 @@ def test_flops_and_saved_tensors_of_a_linear_layer_are_counted():
     assert (counts.parameters, counts.flops, counts.real) == (40, 2 * 2 * (2 * 4 * 8), False)  # and of the weights
     assert count_own_model(plain.odd, config).real  # it reads a value
     assert count_own_model(plain.lstm, config_of("lstm", {})).flops > 6 * 8000 * 2 * plain.LENGTH
+
+
+def test_flops_of_attention_with_fewer_key_heads_are_counted():
+    b, a, s, d = 2, 4, 8, 16
+    x = torch.randn(b, a, s, d, requires_grad=True)
+    with count_flops() as counter:
+        y = F.scaled_dot_product_attention(x, x[:, :2], x[:, 2:], enable_gqa=True)
+        assert counter.get_total_flops() == 2 * b * a * s * s * (d + d)
+        y.sum().backward()
+    assert counter.get_total_flops() == 2 * b * a * s * s * (2 * d + 5 * d)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "sequence_parallel": True}])

@@ -32,7 +32,7 @@ class EvalOptions(Section):
     """Tasks or .yaml files of lm-evaluation-harness (comma)."""
 
     limit: PositiveInt | None = None
-    """Only this many sequences, or questions of a task."""
+    """Only this many sequences (of each source), or questions."""
 
     shots: NonNegativeInt | None = None
     """Examples before a question."""

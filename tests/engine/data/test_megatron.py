@@ -17,7 +17,7 @@ from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.megatron import MegatronStream, find_prefixes, write_megatron
 from shoal.engine.data.open_stream import open_stream
 from shoal.engine.data.prepare import export_megatron
-from shoal.engine.data.token_stream import StreamContents
+from shoal.engine.data.token_stream import StreamContents, reject_unknown_ids
 from shoal.engine.data.tokenizer import BytesTokenizer
 from shoal.spec.config import DataConfig
 
@@ -219,6 +219,12 @@ def test_plain_files_of_nanogpt_and_llm_c_are_read(tmp_path, header):
     assert DataConfig(paths=[f"{tmp_path}/train_0.bin"]).reads == "megatron"
     with pytest.raises(UsageError, match="token id 99 is outside the vocabulary of 50 ids"):
         MegatronStream(config, words(50), "train")
+
+
+def test_a_negative_id_is_outside_the_vocabulary():
+    reject_unknown_ids(np.array([0, 49]), 50, "a.bin")
+    with pytest.raises(UsageError, match=r"a\.bin: token id -1 is outside the vocabulary of 50 ids"):
+        reject_unknown_ids(np.array([3, -1, 49]), 50, "a.bin")
 
 
 def test_a_plain_file_without_ends_is_cut_for_validation(tmp_path):

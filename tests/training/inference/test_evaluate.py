@@ -129,10 +129,19 @@ def test_json_lines_with_another_field_are_read(run, tmp_path, capsys):
 def test_a_run_of_a_mixture_is_evaluated_source_by_source(run, texts, tmp_path, capsys):
     shutil.copytree(run, mixed := tmp_path / "mixed")
     (tmp_path / "b.txt").write_text("b = 1\n" * 500)
+    said = [json.dumps({"messages": [{"role": "assistant", "content": f"{i} fish"}]}) for i in range(100)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(said))
     config = load_config(mixed / "run.toml")
-    sources = {"code": {"paths": config.data.paths}, "b": {"paths": [str(tmp_path / "b.txt")], "weight": 0.1}}
     values = config.model_dump(mode="json", exclude={"data": {"paths"}})
-    save_config(build_config(values | {"data": values["data"] | {"mixture": sources}}), mixed / "run.toml")
+
+    def mix(other: dict) -> None:
+        sources = {"code": {"paths": config.data.paths}, "b": other}
+        save_config(build_config(values | {"data": values["data"] | {"mixture": sources}}), mixed / "run.toml")
+
+    mix({"paths": [str(tmp_path / "chat.jsonl")], "chat": True})
+    found = shoal.evaluate(mixed, sequences=1)
+    assert found.bits_per_byte is found.sources["b"].bits_per_byte is None and found.sources["code"].bits_per_byte > 0
+    mix({"paths": [str(tmp_path / "b.txt")], "weight": 0.1})
     found, alone = shoal.evaluate(mixed, layout=Layout(dp=2)), shoal.evaluate(run)
     code, b = found.sources["code"], found.sources["b"]
     assert code.loss == pytest.approx(alone.loss, rel=1e-12) and code.tokens == alone.tokens and b.loss != code.loss
