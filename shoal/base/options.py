@@ -101,8 +101,9 @@ def read(
             print(fill(usage, width, subsequent_indent="  "), *_join_rows(rows, width), sep="\n")
             raise
         for option in args:
-            if (name := _find_positional(sections, option)) is not None:
-                raise UsageError(f"{prog}: {name} is given without --{name}.\n  Write {prog} {name.upper()}.\n"
+            if positional := _find_positional(sections, option):
+                raise UsageError(f"{prog}: {positional} is given without --{positional}."
+                                 f"\n  Write {prog} {positional.upper()}.\n"
                                  f"  For full helptext, run {prog} --help") from None
             if (name := option.removeprefix("--")) != option and name and name in sections:  # tyro would list them all
                 first = next(iter(sections[name].model_fields)).replace("_", "-")
