@@ -354,9 +354,11 @@ def ahead(config: RunConfig, slow: float) -> tuple[int, float, int]:
     dist.barrier()
     most, update = 0, engine.method.update
 
-    def late(*args: Any) -> None:
+    def late(step: int, *args: Any) -> None:
+        if step == 0:
+            dist.barrier()  # all have read the weights; otherwise the fast may end before the slow one begins
         time.sleep(slow if dist.get_rank() == 0 else 0)
-        update(*args)
+        update(step, *args)
 
     engine.method.update = late
     for step in range(STEPS):
