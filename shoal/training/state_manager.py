@@ -13,8 +13,9 @@ from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import Checkpointer, CheckpointError
 from shoal.engine.optim.sophia import Sophia
 from shoal.engine.streams import Mark
-from shoal.training.resilience.host_memory_dir import run_dir
+from shoal.training.resilience.host_memory_dir import release, run_dir
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
+from shoal.training.resilience.owned_folders import is_private
 from shoal.training.resilience.restore import Restored, restore
 from shoal.training.resilience.spikes import Skips
 from shoal.training.run_folder import check_steps_left, get_checkpoint_folder
@@ -133,10 +134,12 @@ class StateManager:
         return stalled
 
     def close(self) -> None:
-        """Wait for pending saves and stop saving."""
+        """Wait for pending saves, stop saving, and free the memory of states."""
         self.disk.close()
         if self.memory:
             self.memory.close()
+        elif self.config.failover.memory_every and is_private(home := run_dir(self.folder, self.config.failover)):
+            release(home)  # states of an earlier attempt, after which there was too little memory
 
     def abandon(self) -> None:
         """Stop saving without the other ranks, one of which was lost."""

@@ -11,7 +11,9 @@ import torch
 
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import Checkpointer
+from shoal.spec.config import RunConfig
 from shoal.training.resilience import memory_slot
+from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
 from shoal.training.resilience.restore import restore
 from shoal.training.state_manager import StateManager
@@ -144,3 +146,14 @@ def test_a_restart_starts_over_if_only_memory_had_a_state(tmp_path):
     run = SimpleNamespace(restore=lambda: (None, ["in memory refused: step 3: no node has the part of rank 1 of 2."]),
                           folder=tmp_path, _begin=begun.append)  # fmt: skip
     assert StateManager.resume(run, restarted=True) is None and begun == [None]
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_run_that_ends_without_its_memory_frees_that_of_an_earlier_attempt(mode, tmp_path):
+    """A folder that shoal would not use either, as others can read it, stays."""
+    config = RunConfig(failover={"memory_every": 1, "memory_folder": tmp_path})
+    (home := run_dir(tmp_path / "run", config.failover)).mkdir(mode=mode)
+    (home / "state").touch()
+    run = SimpleNamespace(disk=SimpleNamespace(close=lambda: None), memory=None, config=config, folder=tmp_path / "run")
+    StateManager.close(run)
+    assert home.exists() == (mode != 0o700)
